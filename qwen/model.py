@@ -1,0 +1,151 @@
+"""The whole model: embed, run the layers, norm, multiply by the head.
+
+Rows share the weights and nothing else. The only places where one token meets another, attention and
+DeltaNet, get their bookkeeping from one `Call`, made here once for all layers.
+"""
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from qwen import cache, deltanet, rope
+from qwen.config import Config
+from qwen.embedding import Embedding
+from qwen.layer import Layer
+from qwen.norm import RMSNorm
+from qwen.weights import load_tensors, tensor_index
+
+FP32_ALWAYS = ("A_log", "dt_bias")                          # two numbers a head that decide the decay
+
+
+@dataclass
+class Call:
+    """What every layer needs to know of one call's tokens."""
+
+    mask: torch.Tensor                                      # (B, T) bool, True = real
+    slots: torch.Tensor                                     # (B, T) cache slot of each token, -1 = pad
+    before: torch.Tensor                                    # (B, T+1, K-1) inputs each token's convolution reads
+    cos: torch.Tensor                                       # (B, 1, T, rotary_dim)
+    sin: torch.Tensor
+
+
+class Model(nn.Module):
+    """A Qwen3.5 text model. Parameters carry the names of the published files, less their prefix."""
+
+    def __init__(self, config: Config):
+        """Random weights (normal, 0.02) to train or to time; see `from_pretrained` for trained ones."""
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    @classmethod
+    def from_pretrained(cls, path, device=None, dtype=None) -> "Model":
+        """Load a model folder (see `weights.find_model`).
+
+        device: default CUDA where there is one, else CPU (Apple's GPU only if asked for). dtype: float32 or
+        bfloat16; default float32, on CUDA of compute capability 8 or more bfloat16. The parameters are
+        frozen. Raises FileNotFoundError or ValueError naming the file or tensor, before any data is read.
+        """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if dtype is None:
+            native = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+            dtype = torch.bfloat16 if native else torch.float32
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"dtype is {dtype!r}, expected torch.float32 or torch.bfloat16")
+        config, names = Config.from_file(path), tensor_index(path)
+        if "lm_head.weight" not in names and not config.tie_word_embeddings:
+            raise ValueError(f"{path}: tensor lm_head.weight is missing and config.json does not tie the head "
+                             f"to the embedding (tie_word_embeddings)")
+        config = replace(config, tie_word_embeddings="lm_head.weight" not in names)   # a head in the file wins
+        with torch.device("meta"):
+            model = cls(config)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        dtypes = {name: torch.float32 if name.endswith(FP32_ALWAYS) else dtype for name in shapes}
+        for name, tensor in load_tensors(path, shapes, device, dtypes):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+        return model.eval()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def forward(self, ids, state=None, mask=None, last_only: bool = False):
+        """One step for every row: logits (B, T, vocab), or (B, 1, vocab) at each row's last real token.
+
+        ids (B, T) integers. state: the rows' `cache.State`, extended by this call; None starts from nothing
+        and keeps nothing. mask bool (B, T), True = real, for this call's tokens only; pads may stand left,
+        right or between, and their logits are finite and mean nothing. Raises ValueError or TypeError, before
+        any work, for ids, masks or states that do not fit.
+        """
+        ids, mask = self._check(ids, state, mask)
+        batch, tokens = ids.shape
+        if state is None:
+            state = cache.State(self, batch, max_len=min(tokens, self.config.max_position_embeddings))
+        slots = cache.slot_mapping(mask, state.length)
+        state.reserve(slots)
+        call = Call(mask, slots, deltanet.window_index(mask, self.config.linear_conv_kernel_dim),
+                    *rope.angles(rope.positions(slots), self.config.rotary_dim, self.config.rope_theta))
+        x = self.embed_tokens(ids)                                        # (B, T, hidden)
+        for layer in self.layers:
+            x = layer(x, call, state)
+        state.advance(slots)
+        if last_only:
+            last = (mask * torch.arange(tokens, device=mask.device)).amax(1)
+            x = x[torch.arange(batch, device=x.device), last, None]      # (B, 1, hidden)
+        return (self.lm_head or self.embed_tokens).logits(self.norm(x))
+
+    def check_prompts(self, prompts, max_new_tokens: int = 0):
+        """Refuse token lists this model cannot run: ValueError or TypeError naming the row.
+
+        The last new token is never fed back, so a prompt of n tokens and m new ones need n + m - 1 positions.
+        """
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {max_new_tokens!r}, expected a whole number of at least 0")
+        context = self.config.max_position_embeddings
+        for row, prompt in enumerate(prompts):
+            if not isinstance(prompt, (list, tuple)):
+                raise TypeError(f"row {row} is {prompt!r}, expected a list of token ids")
+            if len(prompt) == 0:
+                raise ValueError(f"row {row} is empty, expected at least one token")
+            for token in prompt:
+                if type(token) is not int:
+                    raise TypeError(f"row {row} holds {token!r}, expected token ids (int)")
+                if not 0 <= token < self.config.vocab_size:
+                    raise ValueError(f"row {row} holds token {token}, the vocabulary has 0 to {self.config.vocab_size - 1}")
+            if len(prompt) + max(max_new_tokens - 1, 0) > context:
+                raise ValueError(f"row {row}: a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit "
+                                 f"the context of {context}")
+
+    def _check(self, ids, state, mask):
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise TypeError(f"ids are {getattr(ids, 'dtype', type(ids).__name__)}, expected a tensor of integers")
+        if ids.dim() != 2 or ids.numel() == 0:
+            raise ValueError(f"ids have shape {tuple(ids.shape)}, expected (B, T) with at least one row and one token")
+        if mask is not None:
+            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+                raise TypeError(f"mask is {getattr(mask, 'dtype', type(mask).__name__)}, expected a bool tensor, True = real")
+            if mask.shape != ids.shape:
+                raise ValueError(f"mask has shape {tuple(mask.shape)}, expected that of ids, {tuple(ids.shape)}")
+        if state is not None and state.batch != len(ids):
+            raise ValueError(f"state holds {state.batch} rows, ids have {len(ids)}")
+        if state is not None and state.config != self.config:
+            raise ValueError("state was made for a model of another shape")
+        ids = ids.to(self.device, torch.int64)
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(self.device)
+        outside = (((ids < 0) | (ids >= self.config.vocab_size)) & mask).nonzero()
+        if len(outside):
+            row, column = outside[0].tolist()
+            raise ValueError(f"row {row} holds token {ids[row, column].item()}, the vocabulary has 0 to "
+                             f"{self.config.vocab_size - 1}")
+        return ids.masked_fill(~mask, 0), mask                            # what a pad holds makes no difference
