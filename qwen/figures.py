@@ -1,0 +1,183 @@
+"""The series' pictures: one colour for each meaning, and the few shapes that chapters draw again and again.
+
+`setup()` stands in each notebook's first cell. Pictures are dark ink on a light card, which reads the same on
+a light and on a dark notebook; colours are Okabe and Ito's (jfly.uni-koeln.de/color), which colour-blind readers
+can tell apart, and nothing is said by colour alone. `python -m qwen.figures` draws figures/*.svg.
+"""
+import io
+import re
+from html import escape
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+INK, CARD = "#222222", "#fbfaf6"
+COLORS = {
+    "A": "#0072b2",                                         # user A: blue
+    "B": "#d55e00",                                         # user B: vermillion
+    "C": "#009e73",                                         # user C: green
+    "D": "#cc79a7",                                         # user D: purple
+    "weights": "#f0e442",                                   # shared by all users: yellow
+    "pad": "#d4d4d4",                                       # a place nobody's token stands in: light grey
+    "masked": "#777777",                                    # a score that nobody may read: dark grey
+    "plain": CARD,
+    "measured": INK,                                        # what a clock showed: black, solid
+    "predicted": "#56b4e9",                                 # what arithmetic says: sky blue, dashed
+}
+ON_DARK = ("A", "B", "C", "masked", "measured")             # meanings whose cells carry white text
+HATCH = {"pad": "////", "masked": "xxxx"}
+FOLDER = Path(__file__).resolve().parent.parent / "figures"
+
+
+def setup():
+    """Set matplotlib's defaults for a chapter: the light card, readable sizes, the same bytes on every run."""
+    mpl.rcdefaults()
+    mpl.rcParams.update({
+        "figure.facecolor": CARD, "savefig.facecolor": CARD, "axes.facecolor": CARD,
+        "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False, "grid.color": "#dddddd",
+        "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left", "hatch.linewidth": 0.5,
+        "figure.figsize": (7.5, 3.2), "figure.dpi": 100, "figure.constrained_layout.use": True,
+        "lines.linewidth": 2, "lines.markersize": 6, "legend.frameon": False,
+        "svg.hashsalt": "batching by hand", "savefig.bbox": None,
+    })
+
+
+def show(figure: Figure, alt: str):
+    """Display a finished picture in a notebook, print what it shows in words, and close it.
+
+    The words are the picture's alternative text too (output metadata, read by nbconvert).
+    """
+    from IPython.display import display                     # a notebook has it
+    display(figure, metadata={"image/png": {"alt": alt}})
+    plt.close(figure)
+    print(f"In words: {alt}")
+
+
+def box(ax, x, y, meaning: str, text="", width=1.0, height=1.0):
+    """One cell with its lower left corner at (x, y), in the colour of `meaning`, a key of COLORS."""
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=COLORS[meaning], edgecolor=INK, linewidth=0.8,
+                           hatch=HATCH.get(meaning) if text == "" else None))
+    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center",
+            color="white" if meaning in ON_DARK else INK)
+
+
+def bare(ax, title=""):
+    """Draw to scale, without axes."""
+    ax.set_title(title)
+    ax.set_aspect("equal")
+    ax.axis("off")
+    ax.autoscale_view()
+
+
+def matrix(ax, values, title="", colors=None, rows=None, columns=None):
+    """A matrix as a grid of numbers, row 0 on top.
+
+    values: 2-D (nested lists, array or tensor); text is drawn as it is. colors: one meaning for all, one a row, or
+    one a cell. rows, columns: names to write beside and above.
+    """
+    values = values.tolist() if hasattr(values, "tolist") else values
+    for r, row in enumerate(values):
+        for c, value in enumerate(row):
+            meaning = colors or "plain"
+            if not isinstance(meaning, str):
+                meaning = meaning[r] if isinstance(meaning[r], str) else meaning[r][c]
+            box(ax, c, -r - 1, meaning, f"{value:g}" if isinstance(value, (int, float)) else str(value))
+    for r, name in enumerate(rows or ()):
+        ax.text(-0.2, -r - 0.5, name, ha="right", va="center")
+    for c, name in enumerate(columns or ()):
+        ax.text(c + 0.5, 0.15, name, ha="center", va="bottom")
+    bare(ax, title)
+
+
+def padded_box(ax, lengths, names=("A", "B", "C", "D"), left=True, title=""):
+    """Rows of unequal length in one rectangle: a row's tokens in its user's colour, numbered, and its pads hatched.
+
+    lengths: real tokens of each row; names: the rows' users (keys of COLORS); left: where the pads stand.
+    """
+    width = max(lengths)
+    for r, (length, name) in enumerate(zip(lengths, names)):
+        first = width - length if left else 0
+        for c in range(width):
+            real = first <= c < first + length
+            box(ax, c, -r - 1, name if real else "pad", str(c - first) if real else "")
+        ax.text(-0.2, -r - 0.5, f"user {name}", ha="right", va="center")
+    bare(ax, title)
+
+
+def throughput(ax, batch, measured, predicted=None, label="", title=""):
+    """A quantity over the batch size: measured solid and black, predicted dashed and blue."""
+    if predicted is not None:
+        ax.plot(batch, predicted, "--", marker="s", color=COLORS["predicted"], label="ideal")
+    ax.plot(batch, measured, marker="o", color=COLORS["measured"], label="measured")
+    ax.set(xlabel="rows in the batch", ylabel=label, title=title, xticks=batch)
+    ax.set_ylim(bottom=0)
+    ax.grid(axis="y")
+    ax.legend()
+
+
+def trips(ax, users=("A", "B", "C", "D"), batched=False, trip=4.0, work=0.5, title=""):
+    """A timeline of one step, left to right: the memory bus above, the compute units below.
+
+    trip, work: how long the weights travel and how long one user's row is multiplied, in the same unit.
+    Returns the time at which the last user has an answer.
+    """
+    groups = [users] if batched else [(user,) for user in users]
+    now = 0.0
+    for group in groups:
+        box(ax, now, 1.2, "weights", "weights travel", width=trip)
+        now += trip
+        for user in group:
+            box(ax, now, 0, user, "", width=work)
+            ax.text(now + work / 2, -0.15, user, ha="center", va="top")
+            now += work
+    for y, name in ((1.7, "memory"), (0.5, "compute")):
+        ax.text(-0.3, y, name, ha="right", va="center")
+    ax.plot([0, now], [0, 0], color=INK, linewidth=0.8)
+    bare(ax, title)
+    return now
+
+
+def one_trip():
+    """The series in one picture: (figure, its alternative text)."""
+    figure, axes = plt.subplots(2, 1, figsize=(9, 3.6), sharex=True)
+    alone = trips(axes[0], title="One user at a time: four trips of the same weights")
+    together = trips(axes[1], batched=True, title="Four users in one batch: one trip, four rows of arithmetic")
+    axes[1].set_xlim(-3, alone + 0.5)
+    axes[1].text(together + 0.4, 0.5, "all four users have their token", va="center")
+    axes[1].annotate("", (alone, -0.75), (alone - 2.5, -0.75), arrowprops={"arrowstyle": "->", "color": INK})
+    axes[1].text(alone - 2.7, -0.75, "time (not to scale)", ha="right", va="center")
+    return figure, (
+        "Two timelines of one decode step for users A, B, C and D. One user at a time, the same weights travel from "
+        "memory four times, each trip followed by a short piece of arithmetic for one user, and the compute units "
+        "wait in between. In one batch the weights travel once and four short pieces of arithmetic follow, so all "
+        f"four users are served in {together:g} units of time instead of {alone:g}.")
+
+
+PICTURES = {"one_trip": one_trip}                           # file name in figures/ -> its drawing function
+
+
+def svg(figure: Figure, alt: str) -> str:
+    """The picture as SVG text, the same bytes on every run, with `alt` as its <desc> for those who do not see it."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", file.getvalue(), flags=re.S)
+    head, tail = re.split(r"(?<=>)(?=\s*<defs>)", text, maxsplit=1)
+    head = head.removesuffix(">") + ' role="img" aria-labelledby="alt">'
+    return f'{head}\n <desc id="alt">{escape(alt)}</desc>{tail}'
+
+
+def main():
+    """Write figures/*.svg."""
+    setup()
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(svg(*draw()), encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()
