@@ -16,7 +16,8 @@ def pad_left(seqs, pad_id: int = 0):
     longest = max(map(len, seqs), default=0)
     ids = [[pad_id] * (longest - len(seq)) + list(seq) for seq in seqs]
     mask = [[False] * (longest - len(seq)) + [True] * len(seq) for seq in seqs]
-    return torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool)
+    box = len(seqs), longest
+    return torch.tensor(ids, dtype=torch.int64).view(box), torch.tensor(mask, dtype=torch.bool).view(box)
 
 
 @torch.no_grad()

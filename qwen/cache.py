@@ -93,7 +93,7 @@ class State:
         rows = self._index(rows)
         other = object.__new__(State)
         other.config, other.max_len, other.length = self.config, self.max_len, self.length[rows]
-        kept = int(other.length.max()) if len(rows) else 0
+        kept = max(other.length.tolist(), default=0)
         other.k, other.v = ({layer: _with_spare(t[rows, :, :kept]) for layer, t in cache.items()}
                             for cache in (self.k, self.v))
         other.conv, other.recurrent = ({layer: t[rows] for layer, t in cache.items()}
@@ -115,11 +115,13 @@ class State:
                              f"expected as many different ones")
         if snapshot.config != self.config:
             raise ValueError("the snapshot was taken from a model of another shape")
-        self.reserve(snapshot.length[:, None] - 1)
+        slots = self.length[:, None] - 1
+        slots[rows, 0] = snapshot.length - 1
+        self.reserve(slots)
         self.reset(rows)
+        kept = max(snapshot.length.tolist(), default=0)
         for own, other in zip((self.k, self.v), (snapshot.k, snapshot.v)):
             for layer, cache in own.items():
-                kept = other[layer].shape[2] - 1
                 cache[rows, :, :kept] = other[layer][:, :, :kept]
         for own, other in zip((self.conv, self.recurrent), (snapshot.conv, snapshot.recurrent)):
             for layer, cache in own.items():

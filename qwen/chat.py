@@ -20,6 +20,9 @@ def build_prompt(messages, thinking: bool = False) -> str:
     no beginning-of-text token. Earlier answers stand without their thoughts.)
     Raises ValueError naming the message that does not fit.
     """
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is {message!r}, expected a dict with role and content")
     if not messages or messages[-1].get("role") != "user":
         raise ValueError("the conversation must end with a user's message")
     text = ""
@@ -63,7 +66,7 @@ class Chat:
         that has outgrown the model's context.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self.tk.encode(build_prompt(messages, thinking)).ids
+        ids = self.tk.encode(build_prompt(messages, thinking), add_special_tokens=False).ids
         self.model.check_prompts([ids])
         room = self.model.config.max_position_embeddings - len(ids) + 1
         tokens = stream(self.model, torch.tensor([ids]), min(max_new_tokens, room), self.stop, seed, **sampling)

@@ -99,12 +99,22 @@ class Config:
         if outer.get("model_type") not in MODEL_TYPES:
             raise ValueError(f"model_type is {outer.get('model_type')!r}, this package reads {' or '.join(MODEL_TYPES)}")
         text = outer.get("text_config", outer)
-        rope = text.get("rope_parameters") or {}
-        for name, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True)):
+        if not isinstance(text, dict):
+            raise ValueError(f"text_config is {text!r}, expected an object of fields")
+        rope, scaling = (text.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+        for name, part in (("rope_parameters", rope), ("rope_scaling", scaling)):
+            if not isinstance(part, dict):
+                raise ValueError(f"{name} is {part!r}, expected an object of fields")
+        if text.get("model_type", MODEL_TYPES[1]) not in MODEL_TYPES:
+            raise ValueError(f"text_config's model_type is {text['model_type']!r}, expected {MODEL_TYPES[1]!r}")
+        for name, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True),
+                              ("num_experts", None)):
             if text.get(name, allowed) != allowed:
                 raise ValueError(f"{name} is {text[name]!r}, this architecture has {allowed!r}")
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type is {rope['rope_type']!r}, only 'default' is built here")
+        for part in (rope, scaling):                                      # text has one position a token: mrope is plain
+            kind = part.get("rope_type", part.get("type", "default"))
+            if kind not in ("default", "mrope"):
+                raise ValueError(f"rope_type is {kind!r}, only 'default' is built here")
 
         values = {name: text[name] for field in fields(cls) if (name := field.name) in text}
         for name in ("rope_theta", "partial_rotary_factor"):        # nested in new files, flat in old ones
@@ -114,7 +124,10 @@ class Config:
                 values[name] = rope[name]
         # Two tie flags exist and may disagree; either one offers the embedding as head. A head
         # in the weight file wins over both (see weights.py).
-        values["tie_word_embeddings"] = bool(outer.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+        flags = [part.get("tie_word_embeddings", False) for part in (outer, text)]
+        if not all(isinstance(flag, bool) for flag in flags):
+            raise ValueError(f"tie_word_embeddings is {flags[0]!r} and {flags[1]!r}, expected true or false")
+        values["tie_word_embeddings"] = any(flags)
         values["layer_types"] = cls._layer_types(text)
         missing = [field.name for field in fields(cls) if values.get(field.name) is None]
         if missing:

@@ -6,6 +6,7 @@ can tell apart, and nothing is said by colour alone. `python -m qwen.figures` dr
 """
 import io
 import re
+import textwrap
 from html import escape
 from pathlib import Path
 
@@ -26,6 +27,7 @@ COLORS = {
     "plain": CARD,
     "measured": INK,                                        # what a clock showed: black, solid
     "predicted": "#56b4e9",                                 # what arithmetic says: sky blue, dashed
+    "wrong": "#e69f00",                                     # a result that differs from the right one: orange
 }
 ON_DARK = ("A", "B", "C", "masked", "measured")             # meanings whose cells carry white text
 HATCH = {"pad": "////", "masked": "xxxx"}
@@ -47,14 +49,14 @@ def setup():
 
 
 def show(figure: Figure, alt: str):
-    """Display a finished picture in a notebook, print what it shows in words, and close it.
+    """Display a finished picture in a notebook, and below it what it shows, in words, and close it.
 
-    The words are the picture's alternative text too (output metadata, read by nbconvert).
+    The words are the picture's alternative text too (output metadata); JupyterLab drops that, so they are printed.
     """
     from IPython.display import display                     # a notebook has it
     display(figure, metadata={"image/png": {"alt": alt}})
+    display({"text/plain": textwrap.fill(f"In words: {alt}", 100)}, raw=True)
     plt.close(figure)
-    print(f"In words: {alt}")
 
 
 def box(ax, x, y, meaning: str, text="", width=1.0, height=1.0):
@@ -70,6 +72,7 @@ def bare(ax, title=""):
     ax.set_title(title)
     ax.set_aspect("equal")
     ax.axis("off")
+    ax.margins(0.01)
     ax.autoscale_view()
 
 
@@ -91,6 +94,8 @@ def matrix(ax, values, title="", colors=None, rows=None, columns=None):
     for c, name in enumerate(columns or ()):
         ax.text(c + 0.5, 0.15, name, ha="center", va="bottom")
     bare(ax, title)
+    if columns:
+        ax.set_title(title, pad=24)
 
 
 def padded_box(ax, lengths, names=("A", "B", "C", "D"), left=True, title=""):
@@ -148,13 +153,81 @@ def one_trip():
     together = trips(axes[1], batched=True, title="Four users in one batch: one trip, four rows of arithmetic")
     axes[1].set_xlim(-3, alone + 0.5)
     axes[1].text(together + 0.4, 0.5, "all four users have their token", va="center")
-    axes[1].annotate("", (alone, -0.75), (alone - 2.5, -0.75), arrowprops={"arrowstyle": "->", "color": INK})
+    axes[1].annotate("", (alone, -0.75), (alone - 2.5, -0.75), annotation_clip=False,
+                     arrowprops={"arrowstyle": "->", "color": INK})
     axes[1].text(alone - 2.7, -0.75, "time (not to scale)", ha="right", va="center")
     return figure, (
         "Two timelines of one decode step for users A, B, C and D. One user at a time, the same weights travel from "
         "memory four times, each trip followed by a short piece of arithmetic for one user, and the compute units "
         "wait in between. In one batch the weights travel once and four short pieces of arithmetic follow, so all "
         f"four users are served in {together:g} units of time instead of {alone:g}.")
+
+
+def package_map():
+    """The package as a map: which file does what, and the way of a question to its answer (figure, alternative text)."""
+    figure, ax = plt.subplots(figsize=(9.5, 3.9))
+
+    def node(x, y, name, what, meaning="plain", width=2.2, height=0.9):
+        box(ax, x, y, meaning, "", width, height)
+        ax.text(x + width / 2, y + height * 0.66, name, ha="center", va="center", family="monospace", weight="bold")
+        ax.text(x + width / 2, y + height * 0.28, what, ha="center", va="center", fontsize=9)
+
+    def arrow(start, end):
+        ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.4})
+
+    node(0, 4.1, "chat", "text to ids and back")
+    node(0, 2.3, "batch", "pad, mask, loop")
+    node(0, 0.5, "sample", "logits to one token")
+    node(3.1, 0.5, "model", "last norm, logits", width=7.3)
+    node(3.1, 4.1, "embedding", "ids to vectors", width=2.2)
+    node(5.7, 4.1, "weights", "reads the file", "weights", width=2.2)
+    node(8.2, 4.1, "config", "reads the sizes", "weights", width=2.2)
+    ax.add_patch(Rectangle((3.1, 1.75), 7.3, 2.05, facecolor="none", edgecolor=INK, linewidth=0.8, linestyle="--"))
+    ax.text(3.25, 3.62, "layer, many times over", va="top", fontsize=9)
+    node(3.3, 1.95, "deltanet", "with chunk", width=1.9)
+    node(5.4, 1.95, "attention", "with rope", width=1.9)
+    node(7.5, 1.95, "mlp", "no other token", width=1.6)
+    node(9.25, 1.95, "norm", "length", width=1.0)
+    node(11.2, 1.95, "cache", "what a row keeps", width=2.0)
+    for start, end in (((0.7, 4.1), (0.7, 3.2)), ((2.2, 3.0), (3.1, 4.3)), ((4.2, 4.1), (4.2, 3.8)),
+                       ((6.7, 1.75), (6.7, 1.4)), ((3.1, 0.95), (2.2, 0.95)), ((1.1, 1.4), (1.1, 2.3)),
+                       ((1.5, 3.2), (1.5, 4.1)), ((10.4, 2.55), (11.2, 2.55)), ((11.2, 2.25), (10.4, 2.25))):
+        arrow(start, end)
+    ax.text(2.65, 4.62, "ids,\nmask", fontsize=9, ha="center", va="center")
+    ax.text(2.65, 1.2, "logits", fontsize=9, ha="center", va="center")
+    ax.set(xlim=(-0.2, 13.4), ylim=(0.2, 5.2))
+    bare(ax)
+    return figure, (
+        "Boxes named after the package's files. chat turns text into ids; batch pads them and hands ids and a mask to "
+        "model: embedding, then layer many times over (deltanet with chunk or attention with rope, then mlp, norm "
+        "before each), then logits. sample picks a token for each row, batch feeds it back, chat turns ids into text. "
+        "cache stands beside the layers and keeps what a row carries between calls; weights and config read the files.")
+
+
+def outcomes(ax, rows, columns, same, title=""):
+    """A table of runs: rows and columns are names, same[r][c] says whether that run equals the right one."""
+    for r, name in enumerate(rows):
+        ax.text(-0.15, -0.6 * r - 0.3, name, ha="right", va="center")
+        for c in range(len(columns)):
+            box(ax, 2 * c, -0.6 * r - 0.6, "plain" if same[r][c] else "wrong", "same" if same[r][c] else "different",
+                width=2, height=0.6)
+    for c, name in enumerate(columns):
+        ax.text(2 * c + 1, 0.15, name, ha="center", va="bottom", fontsize=10)
+    bare(ax, title)
+
+
+def riding(ax, lengths, names=("A", "B", "C", "D"), title=""):
+    """Answers of unequal length in one batch: useful tokens in the user's colour, the ride after them hatched."""
+    longest = max(lengths)
+    for r, (length, name) in enumerate(zip(lengths, names)):
+        box(ax, 0, -r - 0.9, name, "", width=length, height=0.8)
+        if length < longest:
+            box(ax, length, -r - 0.9, "pad", "", width=longest - length, height=0.8)
+        ax.text(-0.01 * longest, -r - 0.5, f"user {name}", ha="right", va="center")
+        ax.text(1.01 * longest, -r - 0.5, f"{length} of {longest}", ha="left", va="center")
+    ax.set(title=title, xlabel="step", xlim=(-0.12 * longest, 1.14 * longest),
+           ylim=(-len(lengths), 0), yticks=[])
+    ax.spines["left"].set_visible(False)
 
 
 PICTURES = {"one_trip": one_trip}                           # file name in figures/ -> its drawing function

@@ -29,7 +29,7 @@ def sample(logits, generated=(), temperature=0.0, top_k=0, top_p=1.0, repetition
     """
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     logits = logits.detach().float().cpu()
-    if logits.dim() != 1 or logits.isnan().any() or not logits.isfinite().any():
+    if logits.dim() != 1 or logits.isnan().any() or logits.amax().isinf():
         raise ValueError(f"logits of shape {tuple(logits.shape)} are no scores of one token's successors: "
                          f"expected (vocab,) numbers")
     if repetition_penalty != 1 and len(generated):
@@ -40,13 +40,14 @@ def sample(logits, generated=(), temperature=0.0, top_k=0, top_p=1.0, repetition
     if temperature == 0:
         return logits.argmax().item()
     logits = (logits - logits.max()).double() / temperature               # the best is 0: nothing overflows
-    logits, tokens = logits.sort(descending=True, stable=True)
+    ranked, tokens = logits.sort(descending=True, stable=True)
     if top_k:
-        logits = logits[:top_k]
-    probs = logits.softmax(0)
+        ranked, tokens = ranked[:top_k], tokens[:top_k]
+    probs = ranked.softmax(0)
     kept = max(1, int((probs.cumsum(0) - probs < top_p).sum()))           # those whose predecessors fall short of top_p
-    choice = torch.multinomial(probs[:kept], 1, generator=generator).item()
-    return tokens[choice].item()
+    # Drawn in the vocabulary's order: by rank, two near-equal logits that rounding swaps would swap the token
+    probs = torch.zeros_like(logits).scatter(0, tokens[:kept], probs[:kept])
+    return torch.multinomial(probs, 1, generator=generator).item()
 
 
 def stop_set(stop) -> set[int]:

@@ -43,13 +43,13 @@ def find_model(name=None, revision=None) -> Path:
 
 def _download(repo_id: str, revision) -> Path:
     from huggingface_hub import snapshot_download           # needed by nobody who stays offline
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import errors
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=HUB_FILES))
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         raise FileNotFoundError(f"the hub has no model {repo_id}"
                                 f"{'' if revision is None else f' at revision {revision}'}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:                              # whatever its network library raises means the same here
         raise FileNotFoundError(f"{repo_id} is not on this machine and the hub cannot be reached: set QWEN_MODEL to a "
                                 f"folder that holds it, or unset QWEN_MODEL to use the shipped model") from error
 
@@ -62,10 +62,11 @@ def _weight_files(folder: Path) -> list[Path]:
         raise FileNotFoundError(f"{folder / SINGLE} is missing, and so is {INDEX}: only safetensors weights are read")
     try:
         shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        named = [Path(shard).name for shard in shards]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{folder / INDEX} is not an index of shards ({error!r})") from None
-    for shard in shards:
-        if Path(shard).name != shard:
+    for shard, name in zip(shards, named):
+        if name != shard:
             raise ValueError(f"{folder / INDEX} names the shard {shard!r}, expected a file name in its own folder")
         if not (folder / shard).is_file():
             raise FileNotFoundError(f"{folder / shard} is missing: {INDEX} names it")
