@@ -14,7 +14,7 @@ from qwen.sample import generate
 LENGTH = st.one_of(st.integers(0, 6), st.integers(60, 68), st.integers(0, 195))
 ROWS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 PLACES = st.sampled_from(["left", "right", "between"])
-LONG, SHORT = (                                             # a call: each row's tokens and where its pads stand, spare width
+LONG, SHORT = (                                             # a call: tokens and place of the pads of each row, spare width
     st.tuples(st.just("call"), st.lists(st.tuples(length, PLACES), min_size=4, max_size=4), st.integers(0, 5))
     for length in (LENGTH, st.integers(0, 6))
 )  # fmt: skip

@@ -125,7 +125,7 @@ WRONG = {
 
 
 def test_every_exercise_is_tried_and_stands_in_the_chapter():
-    asked = re.findall(r'^check\("(06\.\d)"', "\n".join(cell.source for cell in CELLS if cell.cell_type == "code"), re.M)
+    asked = re.findall(r'^_ = check\("(06\.\d)"', "\n".join(cell.source for cell in CELLS if cell.cell_type == "code"), re.M)
     assert list(EXERCISES) == list(RIGHT) == list(WRONG) == asked
 
 

@@ -73,6 +73,12 @@ def test_repetition_penalty(penalty, token):
     assert logits.tolist() == [2.0, 1.0, -3.0]              # the caller's logits are not written to
 
 
+def test_repetition_penalty_counts_every_token_that_came():
+    logits = torch.tensor([4.0, 3.0, 2.5, 2.0])
+    assert [sample(logits, [2, 1, 0][n:], repetition_penalty=2.0) for n in range(4)] == [0, 2, 1, 0]
+    assert sample(logits, [3, 2, 0, 1], repetition_penalty=1.2) == 0
+
+
 def test_repetition_penalty_makes_negative_scores_smaller():
     assert sample(torch.tensor([-1.0, -1.5]), [0], repetition_penalty=2.0) == 1
     assert sample(torch.tensor([-1.0, -1.5]), [0], repetition_penalty=0.5) == 0

@@ -235,7 +235,7 @@ def test_limit_of_a_state(model):
 
 
 def test_context_of_a_model(small_context):
-    """Case 7: 16 positions, with a state or none; a longer call is fine if the rest of it is pads, a longer prompt not."""
+    """Case 7: 16 positions, with a state or none; a call may be longer if the rest is pads, a prompt may not."""
     sixteen = tokens(12, 16)[0]
     ids, mask = pad_left([sixteen, [1]])
     padded = torch.cat([ids, ids[:, :4]], 1), torch.cat([mask, torch.zeros(2, 4, dtype=torch.bool)], 1)
