@@ -725,8 +725,8 @@ _ = check("06.5", my_count)
 # or write `find_model("Qwen/Qwen3.5-0.8B")` in the first cell. The files are fetched once, with a progress bar; the
 # weights in fp32 take 4 bytes a parameter of memory, and the cells take minutes, not seconds. Lengths and answers will
 # differ from those printed here, the comparisons are the same. That model did not learn its answers by heart: its leads are
-# smaller, and a lead below 1e-3 would be a near-tie that you may see flip. To try a GPU or bf16, change `device` and
-# `dtype` in the first cell and expect the bound to be crossed; the bound is one for fp32.
+# smaller, and a lead below 1e-3 would be a near-tie that you may see flip. To try bf16, change `dtype` in the first cell and
+# expect the bound to be crossed and an `assert` to say so: the bound is one for fp32.
 #
 # ## To say it in an interview
 #
