@@ -49,13 +49,15 @@ def setup():
 
 
 def show(figure: Figure, alt: str):
-    """Display a finished picture in a notebook, and below it what it shows, in words, and close it.
+    """Display a finished picture in a notebook, below it what it shows, in words, folded away, and close it.
 
-    The words are the picture's alternative text too (output metadata); JupyterLab drops that, so they are printed.
+    The words are the picture's alternative text too (output metadata, which nbconvert's classic template writes as
+    alt); JupyterLab drops that, so a screen reader finds them in the fold.
     """
     from IPython.display import display                     # a notebook has it
     display(figure, metadata={"image/png": {"alt": alt}})
-    display({"text/plain": textwrap.fill(f"In words: {alt}", 100)}, raw=True)
+    fold = f"<details><summary>The picture in words</summary>{escape(alt)}</details>"
+    display({"text/html": fold, "text/plain": textwrap.fill(f"In words: {alt}", 100)}, raw=True)
     plt.close(figure)
 
 
@@ -98,6 +100,12 @@ def matrix(ax, values, title="", colors=None, rows=None, columns=None):
         ax.set_title(title, pad=24)
 
 
+def sign(ax, text):
+    """A sign between two pictures, such as "×" or "="."""
+    ax.text(0.5, 0.5, text, ha="center", va="center", fontsize=16, transform=ax.transAxes)
+    ax.axis("off")
+
+
 def padded_box(ax, lengths, names=("A", "B", "C", "D"), left=True, title=""):
     """Rows of unequal length in one rectangle: a row's tokens in its user's colour, numbered, and its pads hatched.
 
@@ -114,53 +122,62 @@ def padded_box(ax, lengths, names=("A", "B", "C", "D"), left=True, title=""):
 
 
 def throughput(ax, batch, measured, predicted=None, label="", title=""):
-    """A quantity over the batch size: measured solid and black, predicted dashed and blue."""
+    """A quantity over the batch size: measured black, predicted dashed and blue.
+
+    measured: the values, or {name: values} of up to three curves, told apart by line and marker.
+    """
     if predicted is not None:
         ax.plot(batch, predicted, "--", marker="s", color=COLORS["predicted"], label="ideal")
-    ax.plot(batch, measured, marker="o", color=COLORS["measured"], label="measured")
+    curves = measured if isinstance(measured, dict) else {"measured": measured}
+    for (name, values), line, marker in zip(curves.items(), ("-", ":", "-."), "o^v"):
+        ax.plot(batch, values, line, marker=marker, color=COLORS["measured"], label=name)
     ax.set(xlabel="rows in the batch", ylabel=label, title=title, xticks=batch)
     ax.set_ylim(bottom=0)
     ax.grid(axis="y")
     ax.legend()
 
 
-def trips(ax, users=("A", "B", "C", "D"), batched=False, trip=4.0, work=0.5, title=""):
-    """A timeline of one step, left to right: the memory bus above, the compute units below.
+def trips(ax, users=("A", "B", "C", "D"), batched=False, tiles=3, tile=1.5, work=0.33, title=""):
+    """A timeline of one step, left to right: the weights arrive in tiles above, each is multiplied at once below.
 
-    trip, work: how long the weights travel and how long one user's row is multiplied, in the same unit.
-    Returns the time at which the last user has an answer.
+    tile, work: how long a tile travels and how long one user's row is multiplied by it, in the same unit; the work
+    on one tile runs while the next travels. Returns the time at which the last user has an answer.
     """
     groups = [users] if batched else [(user,) for user in users]
-    now = 0.0
+    arrived = 0.0
     for group in groups:
-        box(ax, now, 1.2, "weights", "weights travel", width=trip)
-        now += trip
-        for user in group:
-            box(ax, now, 0, user, "", width=work)
-            ax.text(now + work / 2, -0.15, user, ha="center", va="top")
-            now += work
+        for number in range(1, tiles + 1):
+            box(ax, arrived, 1.2, "weights", f"tile {number}", width=tile)
+            arrived += tile
+            done = arrived
+            for user in group:
+                box(ax, done, 0, user, "", width=work)
+                ax.text(done + work / 2, -0.15, user, ha="center", va="top", fontsize=9)
+                done += work
     for y, name in ((1.7, "memory"), (0.5, "compute")):
         ax.text(-0.3, y, name, ha="right", va="center")
-    ax.plot([0, now], [0, 0], color=INK, linewidth=0.8)
+    ax.plot([0, done], [0, 0], color=INK, linewidth=0.8)
     bare(ax, title)
-    return now
+    return done
 
 
 def one_trip():
     """The series in one picture: (figure, its alternative text)."""
     figure, axes = plt.subplots(2, 1, figsize=(9, 3.6), sharex=True)
-    alone = trips(axes[0], title="One user at a time: four trips of the same weights")
-    together = trips(axes[1], batched=True, title="Four users in one batch: one trip, four rows of arithmetic")
+    alone = trips(axes[0], title="One user at a time: four trips of the same weights, compute mostly idle")
+    together = trips(axes[1], batched=True, title="Four users in one batch: one trip, each tile serves all four")
     axes[1].set_xlim(-3, alone + 0.5)
     axes[1].text(together + 0.4, 0.5, "all four users have their token", va="center")
-    axes[1].annotate("", (alone, -0.75), (alone - 2.5, -0.75), annotation_clip=False,
+    axes[1].annotate("", (alone, -1.1), (alone - 2.5, -1.1), annotation_clip=False,
                      arrowprops={"arrowstyle": "->", "color": INK})
-    axes[1].text(alone - 2.7, -0.75, "time (not to scale)", ha="right", va="center")
+    axes[1].text(alone - 2.7, -1.1, "time (not to scale)", ha="right", va="center")
     return figure, (
-        "Two timelines of one decode step for users A, B, C and D. One user at a time, the same weights travel from "
-        "memory four times, each trip followed by a short piece of arithmetic for one user, and the compute units "
-        "wait in between. In one batch the weights travel once and four short pieces of arithmetic follow, so all "
-        f"four users are served in {together:g} units of time instead of {alone:g}.")
+        "Two timelines of one decode step for users A, B, C and D. The weights come from memory tile after tile "
+        "without a pause, and each tile is multiplied while the next one travels. One user at a time, the same "
+        "weights travel four times, and the compute units work for a short moment on each tile and wait for the next. "
+        "In one batch the weights travel once, and the compute units multiply each tile with all four users' rows in "
+        "the time in which they would have waited, so all four users are served after "
+        f"{together:.3g} units of time instead of {alone:.3g}.")
 
 
 def package_map():

@@ -29,9 +29,10 @@ def sample(logits, generated=(), temperature=0.0, top_k=0, top_p=1.0, repetition
     """
     check_sampling(temperature, top_k, top_p, repetition_penalty)
     logits = logits.detach().float().cpu()
-    if logits.dim() != 1 or logits.isnan().any() or logits.amax().isinf():
-        raise ValueError(f"logits of shape {tuple(logits.shape)} are no scores of one token's successors: "
-                         f"expected (vocab,) numbers")
+    if logits.dim() != 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (vocab,)")
+    if logits.isnan().any() or logits.amax().isinf():
+        raise ValueError("logits hold NaN, or infinity at their best, expected numbers")
     if repetition_penalty != 1 and len(generated):
         seen = torch.tensor(sorted(set(generated)))
         score = logits[seen]

@@ -69,11 +69,40 @@ def test_an_untouched_function(capsys):
         assert result is False and "not answered yet" in printed
 
 
+def dots(users, steps, d, batched):
+    """A docstring."""
+    ...
+
+
+def dots_in_a_name(users, steps, d, batched):
+    trips = ...
+    return trips
+
+
+def printing(users, steps, d, batched):
+    print(users * steps * d * d * 2, end="")
+
+
+def forgetting(users, steps, d, batched):
+    trips = steps if batched else steps * users
+    trips * d * d * 2
+
+
+def test_a_function_without_return_is_told_so_but_a_stub_is_not(capsys):
+    for untouched in (dots, dots_in_a_name):
+        assert "not answered yet" in ask(capsys, "01.3", untouched)[1]
+    for answer in (printing, forgetting):
+        result, printed = ask(capsys, "01.3", answer)
+        assert result is False and "`return`" in printed
+
+
 def test_same():
     assert same(3, 3.0) and same(np.int64(3), 3) and same(torch.tensor([3.0]), 3) and same(Fraction(3), 3)
     assert same(torch.tensor([[1.0, 1.0]]), [1, 1]) and same(((1, 1),), [1, 1]) and same([np.float32(1), 1], [1, 1])
     assert same(torch.tensor([1.0, 2.0], dtype=torch.bfloat16), [1, 2]) and same(" Paris ", "paris")
     assert not same(True, 1) and not same([1, 1], [[1, 1]]) and not same([1], [1, 1]) and not same("1", 1)
+    assert same({3, 1}, {1, 3}) and same([3, 1], {1, 3}) and same(set(), set()) and same([], set())
+    assert not same({1, 3}, [1, 3]) and not same([{1, 3}], [1, 3]) and not same(1, {1}) and not same([1, 1], {1})
     assert not same(float("nan"), float("nan")) and not same([1, 2], [2, 1]) and not same([], 0)
 
 
@@ -87,7 +116,7 @@ def loop(users, steps, d, batched):
 
 RIGHT = {
     "01.1": [[2, 3], (2.0, 3.0), np.array([2, 3]), torch.tensor([[2.0, 3.0]]), [np.float32(2), torch.tensor(3)]],
-    "01.2": [33_554_432, 2.0 ** 25, np.int64(2 ** 25), torch.tensor(2 ** 25), [2 ** 25]],
+    "01.2": [7_340_032, 7_340_032.0, np.int64(7_340_032), torch.tensor(7_340_032), [7_340_032]],
     "01.3": [loop, lambda users, steps, d, batched: np.int64(steps * 2 * d * d) * (1 if batched else users),
              lambda users, steps, d, batched: torch.tensor(steps * 2 * d * d * [users, 1][batched])],
     "01.4": [[2], (2,), {2}, range(2, 3), np.array([2]), torch.tensor([2]), torch.tensor([[2]])],
@@ -95,10 +124,15 @@ RIGHT = {
 }  # fmt: skip
 WRONG = {
     "01.1": [([3, 1], "on the left"), ([[3], [1]], "on the left"), (torch.tensor([2, 1]), "x_C itself"),
-             ([[2, 2], [0, 1]], "add them up"), ([3, 2], "order"), ([2, 4], "read the sentence"), (5, "read the sentence")],
-    "01.2": [(402_653_184, "share one"), (2 ** 25 / 12, "one user's share"), (2 ** 24, "counted weights"),
-             (2 ** 26, "fp32"), (8192, "one row"), (2 ** 25 + 98_304, "the weights alone"), (1, "read the sentence")],
+             ([[2, 2], [0, 1]], "add them up"), ([3, 2], "order"), ({3, 2}, "no order"),
+             ([2, 0], "add them up"), ([2, 2], "row 1"), ([2, 4], "read the sentence"), (5, "read the sentence")],
+    "01.2": [(88_080_384, "share one"), (7_340_032 / 12, "one user's share"), (3_670_016, "counted weights"),
+             (14_680_064, "fp32"), (7168, "one row"), (2048, "one column"), (44_040_192, "Two slips"),
+             (176_160_768, "Two slips"), (7, "MiB"), (7.34, "megabytes"), (2_097_152, "not square"), (25_690_112, "not square"),
+             (7_364_608, "the weights alone"), (7_450_624, "the weights alone"), (1, "read the sentence")],
     "01.3": [(lambda users, steps, d, batched: 2 * d * d * (1 if batched else users), "do not stay"),
+             (lambda users, steps, d, batched: loop(users, steps - 1, d, batched), "take none off"),
+             (lambda users, steps, d, batched: loop(users, steps + 1, d, batched), "prefill"),
              (lambda users, steps, d, batched: 2 * d * d * steps * (users if batched else 1), "exchanged"),
              (lambda users, steps, d, batched: 2 * d * d * steps, "Without a batch"),
              (lambda users, steps, d, batched: 2 * d * d * steps * users, "users share the trip"),
@@ -108,7 +142,8 @@ WRONG = {
              (lambda users, steps, d, batched: 7, "does not return 160"),
              (lambda users, steps: 7, "raised TypeError"),
              (160, "without parentheses")],
-    "01.4": [([0, 1, 2, 3], "its own row"), (range(4), "its own row"), (2, "as a list"), ([7], "read the sentence"), ([2, 3], "Later rows"),
+    "01.4": [([0, 1, 2, 3], "its own row"), (range(4), "its own row"), (2, "as a list"), (3, "count from 0"), (1, "which"),
+             ({2, 3}, "Later rows"), ([3, 2], "Later rows"), ([7], "read the sentence"), ([2, 3], "Later rows"),
              ([0, 1, 2], "Earlier rows"), ([3], "count from 0"), ([1], "count from 0"), ([0, 1, 3], "stay the same"),
              ([], "One row does")],
     "01.5": [(8, "for each token"), (4, "not fed back"), (7, "beforehand"), (1, "second and third"), (2, "prefill out"),

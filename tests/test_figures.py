@@ -91,6 +91,11 @@ def test_matrix():
     assert faces(axes[2]) == [figures.COLORS["weights"]]
 
 
+def test_sign():
+    figures.sign(plt.subplots()[1], "×")
+    assert texts(plt.gca()) == ["×"] and not plt.gca().axison
+
+
 def test_padded_box():
     _, axes = plt.subplots(1, 2)
     figures.padded_box(axes[0], [3, 1])
@@ -102,20 +107,33 @@ def test_padded_box():
 
 def test_trips_and_throughput():
     _, axes = plt.subplots(1, 3)
-    assert figures.trips(axes[0], trip=4, work=0.5) == 18 and figures.trips(axes[1], batched=True, trip=4, work=0.5) == 6
-    assert texts(axes[0]).count("weights travel") == 4 and texts(axes[1]).count("weights travel") == 1
+    alone = figures.trips(axes[0], tiles=2, tile=4, work=0.5)
+    batch = figures.trips(axes[1], batched=True, tiles=2, tile=4, work=0.5)
+    assert (alone, batch) == (4 * 8 + 0.5, 8 + 4 * 0.5)     # only the last tile's work is not under a trip
+    assert texts(axes[0]).count("tile 2") == 4 and texts(axes[1]).count("tile 2") == 1
+    for ax, trips in ((axes[0], 4), (axes[1], 1)):
+        bus = [(p.get_x(), p.get_x() + p.get_width()) for p in ax.patches if p.get_y() > 1]
+        assert len(bus) == 2 * trips and all(a[1] == b[0] for a, b in zip(bus, bus[1:]))       # memory never idle
+        work = {p.get_x() // 4 for p in ax.patches if p.get_y() == 0}
+        assert work == set(range(1, 2 * trips + 1))         # each tile is worked on as soon as it is there
     figures.throughput(axes[2], [1, 2], [10, 19], [10, 20], "tok/s")
     assert [list(line.get_ydata()) for line in axes[2].lines] == [[10, 20], [10, 19]]
     assert axes[2].get_ylim()[0] == 0
+    axes[2].clear()
+    figures.throughput(axes[2], [1, 2], {"one": [10, 19], "other": [9, 18]})
+    assert [line.get_label() for line in axes[2].lines] == ["one", "other"]
+    assert len({(line.get_linestyle(), line.get_marker()) for line in axes[2].lines}) == 2
 
 
 def test_show_says_it_in_words_and_closes(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda *args, **options: shown.append((*args, options)))
     figure = plt.figure()
-    figures.show(figure, "one box")
-    assert shown[0] == (figure, {"metadata": {"image/png": {"alt": "one box"}}})
-    assert shown[1] == ({"text/plain": "In words: one box"}, {"raw": True})
+    figures.show(figure, "one box < two")
+    assert shown[0] == (figure, {"metadata": {"image/png": {"alt": "one box < two"}}})
+    words, options = shown[1]
+    assert options == {"raw": True} and words["text/plain"] == "In words: one box < two"
+    assert words["text/html"].startswith("<details>") and "one box &lt; two</details>" in words["text/html"]
     assert not plt.get_fignums()
 
 

@@ -9,7 +9,9 @@
 # each user gets the answer they would get alone, count the bytes that a step moves, and see the effect on your own
 # machine's clock.
 #
-# It runs in about 10 seconds on two cores and needs nothing but this repository: matrix multiplication, a little torch, no GPU.
+# It runs in about 10 seconds on two cores and needs nothing but this repository: matrix multiplication, a little torch,
+# no GPU. Several cells ask for a prediction. The outputs are already below them: to predict honestly, choose
+# *Edit > Clear Outputs of All Cells* first.
 
 # %%
 import time
@@ -17,6 +19,7 @@ import time
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from qwen import figures, widgets
 from qwen.exercises import check
@@ -26,9 +29,10 @@ figures.setup()
 # %% [markdown]
 # ## Two users, one matrix
 #
-# A *user* is one conversation. Writing an answer means producing one *new token* after another, and each new token
-# takes one *step*: one pass through all of the model's weight matrices. Inside the model a token is a vector of $d$
-# numbers. Here $d = 2$, and of all the matrices you look at one, the one that makes queries:
+# A *user* is one conversation. Writing an answer means producing one *new token* after another. Each of them takes one
+# *step*: one forward pass through all of the model's weight matrices. (The pass that reads the prompt is a step as well.)
+# Inside the model a token is a vector of $d$ numbers. Here $d = 2$, and of all the matrices you look at one, the one
+# that makes queries:
 #
 # $$W_q = \begin{pmatrix} 1 & 1 \\ 0 & 1 \end{pmatrix}, \qquad x_A = \begin{pmatrix} 1 & 0 \end{pmatrix}, \qquad
 # x_B = \begin{pmatrix} 0 & 1 \end{pmatrix}$$
@@ -75,55 +79,90 @@ Q_batch = matrix_times_matrix(X_batch, W_q)
 print("Q_batch =", Q_batch)
 assert Q_batch == [q_A, q_B]
 
-fig, axes = plt.subplots(1, 3, figsize=(7.5, 2.2))
+fig, axes = plt.subplots(1, 5, figsize=(8.5, 2.2), width_ratios=[4, 1, 4, 1, 4])
 figures.matrix(axes[0], X_batch, "X_batch", colors=["A", "B"], rows=["user A", "user B"])
-figures.matrix(axes[1], W_q, "W_q, for everyone", colors="weights")
-figures.matrix(axes[2], Q_batch, "Q_batch", colors=["A", "B"], rows=["user A", "user B"])
+figures.sign(axes[1], "×")
+figures.matrix(axes[2], W_q, "W_q, for everyone", colors="weights")
+figures.sign(axes[3], "=")
+figures.matrix(axes[4], Q_batch, "Q_batch", colors=["A", "B"], rows=["user A", "user B"])
 figures.show(fig, "X_batch has user A's row 1 0 and user B's row 0 1; times the shared W_q, "
                   "1 1 over 0 1, it gives Q_batch, a row for each user: 1 1 for A, 0 1 for B.")
 
 # %% [markdown]
 # ## What the batch saves
 #
-# The answers are the same, and so is the number of multiplications. What differs is how often $W_q$ had to come from
-# memory. A processor cannot multiply in the memory where the weights lie; it first fetches them. So count: every use of
-# a matrix goes through `fetch`, which adds up the bytes. In fp32 a weight has 4 bytes.
+# The answers are the same, and so is the number of multiplications. And so far nothing is saved: the loop above still
+# goes through the whole of $W_q$ for user A, and then again for user B.
 #
-# **Predict:** how many bytes of weights do two users cost one at a time, and how many as a batch? Then ten users: what
-# grows, and what shrinks? The second cell below answers that.
+# A processor cannot multiply in the memory where the weights lie. It fetches a piece of the matrix, a *tile*, uses it,
+# and fetches the next one into the same place. Here a tile is one row of $W_q$. `Memory` hands out tiles and counts the
+# bytes (in fp32 a weight has 4). The two functions after it do the same multiplications in another order: one has the
+# loop over users outside, the other the loop over tiles.
+#
+# **Predict:** which of the two has to fetch a tile again for every user? How many bytes does each fetch for two users?
+# Then ten users: what grows, and what shrinks? The next two cells answer that.
 
 # %%
 class Memory:
-    """Counts what travels from memory to the compute units."""
+    """Holds a matrix W, hands out its rows as tiles, and counts what travels."""
 
-    def __init__(self):
-        self.trips = 0
-        self.bytes = 0
+    def __init__(self, W, bytes_per_weight=4):
+        self.W, self.bytes = W, 0
+        self.tile_bytes = len(W[0]) * bytes_per_weight
 
-    def fetch(self, W, bytes_per_weight=4):
-        self.trips += 1
-        self.bytes += len(W) * len(W[0]) * bytes_per_weight
-        return W
+    def fetch(self, i):
+        self.bytes += self.tile_bytes
+        return self.W[i]
+
+    def trips(self):
+        """How often the whole matrix came."""
+        return self.bytes // (len(self.W) * self.tile_bytes)
 
 
-alone, batch = Memory(), Memory()
-one_by_one = [vector_times_matrix(x, alone.fetch(W_q)) for x in X_batch]   # fetch for each user
-together = matrix_times_matrix(X_batch, batch.fetch(W_q))                  # fetch once
-assert one_by_one == together
-print(f"one user at a time: {alone.trips} trips, {alone.bytes} bytes of weights")
-print(f"one batch:          {batch.trips} trip,  {batch.bytes} bytes of weights")
+def add(q, number, tile):
+    """q += number * tile: what one row of W contributes to one user's result."""
+    for j, weight in enumerate(tile):
+        q[j] += number * weight
+
 
 # %%
-print("users   one at a time    one batch    share of a user   (bytes)")
+def users_outside(X, memory):
+    """X (users, d_in) -> (users, d_out). One user after another, each through all the tiles."""
+    Q = [[0] * len(memory.W[0]) for _ in X]
+    for x, q in zip(X, Q):
+        for i, number in enumerate(x):
+            add(q, number, memory.fetch(i))         # tile i, for this user alone
+    return Q
+
+
+def tiles_outside(X, memory):
+    """The same numbers. One tile after another, each for all the users."""
+    Q = [[0] * len(memory.W[0]) for _ in X]
+    for i in range(len(memory.W)):
+        tile = memory.fetch(i)                      # tile i, once
+        for x, q in zip(X, Q):
+            add(q, x[i], tile)                      # every user takes it before it is overwritten
+    return Q
+
+
+alone, batch = Memory(W_q), Memory(W_q)
+assert users_outside(X_batch, alone) == tiles_outside(X_batch, batch) == Q_batch
+print(f"users outside: {alone.trips()} trips, {alone.bytes} bytes of weights")
+print(f"tiles outside: {batch.trips()} trip,  {batch.bytes} bytes of weights")
+
+# %%
+print("users   users outside   tiles outside   share of a user   (bytes)")
 for users in (1, 2, 4, 10, 64):
-    alone, batch = Memory(), Memory()
+    alone, batch = Memory(W_q), Memory(W_q)
     X = [[user, 1] for user in range(users)]
-    one_by_one = [vector_times_matrix(x, alone.fetch(W_q)) for x in X]
-    assert one_by_one == matrix_times_matrix(X, batch.fetch(W_q))
-    assert (alone.trips, batch.trips) == (users, 1)
-    print(f"{users:5}   {alone.bytes:13}    {batch.bytes:9}    {batch.bytes / users:15.2f}")
+    assert users_outside(X, alone) == tiles_outside(X, batch)
+    assert (alone.trips(), batch.trips()) == (users, 1)
+    print(f"{users:5}   {alone.bytes:13}   {batch.bytes:13}   {batch.bytes / users:15.2f}")
 
 # %% [markdown]
+# That exchange of two loops is batching. It needs all the users' rows at the same time, which is why a server collects
+# them. And it is what a matrix-matrix routine does inside: bring a tile, use it for every row, go on to the next.
+#
 # ## The same in numpy and in torch
 #
 # The loop over users disappears into one `@`. Nothing else changes. The torch version prints the two scenarios one
@@ -200,11 +239,16 @@ print("user A's query:", Q_other[0].tolist(), "wrong:", wrong_projection(X_other
 # ## What travels where
 #
 # On a GPU the weights lie in *HBM*, the large memory beside the chip. The compute units read from *SRAM*, the small
-# memory on the chip. A tile of weights comes in, is multiplied, and is overwritten by the next tile. The weights never
-# stay: they are far larger than SRAM, so **every step fetches the whole model again**, batched or not. A batch does not
-# shrink that traffic; it serves more users with it. And what sits idle with one user is the compute, not the memory:
-# the memory works all the time. Here are the numbers of one large GPU (H100 SXM, data sheet, 16-bit without sparsity)
-# and a model of 8 billion weights.
+# memory on the chip. A tile of weights comes in, is multiplied *with every user's row* while the next tile travels, and is
+# overwritten. The weights never stay: they are far larger than SRAM, so **every step fetches the whole model again**,
+# batched or not. A batch does not shrink that traffic; it serves more users with it. And what sits idle with one user is
+# the compute, not the memory: the memory works all the time.
+
+# %%
+figures.show(*figures.one_trip())
+
+# %% [markdown]
+# Here are the numbers of one large GPU (H100 SXM, data sheet, 16-bit without sparsity) and a model of 8 billion weights.
 
 # %%
 hbm, flops = 3.35e12, 989.4e12              # bytes/s, FLOP/s
@@ -222,8 +266,8 @@ for users in (1, 10, 100):
 print(f"ridge point: {flops / hbm:.0f} FLOP a byte; below it, the step waits for memory")
 
 # %% [markdown]
-# That is the answer to the opening question. Ten users need ten times the arithmetic, and all ten times of it fit into
-# the wait for the weights. A *ridge point* is where the two take equally long; chapter 05 is about it. (Each user's own
+# That is the answer to the opening question. Ten users need ten times the arithmetic, and all of it fits into the wait
+# for the weights. A *ridge point* is where the two take equally long; chapter 05 is about it. (Each user's own
 # cache has to be fetched as well, and that part is not shared: chapter 02.)
 #
 # ## Prefill and decode
@@ -237,15 +281,15 @@ print(f"ridge point: {flops / hbm:.0f} FLOP a byte; below it, the step waits for
 # %%
 prompt = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])     # (3, d): all known
 answer = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])     # (3, d): known one by one
-memory = Memory()
+memory = Memory(W_q.tolist())
 
-Q_prefill = prompt @ memory.fetch(W_q)              # (3, d); the last row leads to answer token 0
+Q_prefill = tiles_outside(prompt.tolist(), memory)  # (3, d); the last row leads to answer token 0
 print(f"prefill: {len(prompt)} rows, 1 trip, {2 * len(prompt) * W_q.numel()} FLOP")
 for token in answer[:-1]:                           # the last token is never fed back
-    q = token[None] @ memory.fetch(W_q)             # (1, d)
-    print(f"decode:  1 row,  1 trip, {2 * W_q.numel()} FLOP, q = {q[0].tolist()}")
-print(f"{memory.trips} trips, {memory.bytes} bytes for an answer of {len(answer)} tokens")
-assert torch.equal(Q_prefill, torch.cat([row[None] @ W_q for row in prompt]))
+    q = tiles_outside([token.tolist()], memory)     # (1, d)
+    print(f"decode:  1 row,  1 trip, {2 * W_q.numel()} FLOP, q = {q[0]}")
+print(f"{memory.trips()} trips, {memory.bytes} bytes for an answer of {len(answer)} tokens")
+assert Q_prefill == (prompt @ W_q).tolist()
 
 # %% [markdown]
 # Prefill already has many rows for a trip. Decode has one, and the only rows it can borrow are other users'. This is
@@ -254,7 +298,8 @@ assert torch.equal(Q_prefill, torch.cat([row[None] @ W_q for row in prompt]))
 # ## On your machine's clock
 #
 # A 2×2 matrix sits in the processor's cache; nothing travels. So take 80 different matrices, too many for any ordinary
-# cache, and send 1 to 16 rows through all of them: a step of a small model. First what does not depend on the machine.
+# cache, and send 1 to 16 rows through all of them: a step of a small model. torch stores a weight as
+# $(d_{out}, d_{in})$, and `F.linear` multiplies by its transpose. First what does not depend on the machine.
 #
 # **Predict** before you run the second cell: if only the trip counted, how much longer would 16 rows take than 1? And if
 # only arithmetic counted?
@@ -262,16 +307,8 @@ assert torch.equal(Q_prefill, torch.cat([row[None] @ W_q for row in prompt]))
 # %%
 d, layers = 1024, 80
 generator = torch.Generator().manual_seed(0)
-matrices = torch.randn(layers, d, d, generator=generator).mul_(d ** -0.5)  # (layers, d, d), fp32
+matrices = torch.randn(layers, d, d, generator=generator).mul_(d ** -0.5)  # (layers, d_out, d_in), fp32
 rows = [1, 2, 4, 8, 16]
-
-
-def step(X):
-    """X (rows, d) through every matrix, one after the other."""
-    for W in matrices:
-        X = X @ W
-    return X
-
 
 weight_bytes = matrices.nbytes
 print(f"one step fetches {weight_bytes:,} bytes of weights, whatever the number of rows")
@@ -281,37 +318,71 @@ for n in rows:
 assert weight_bytes == 80 * 1024 * 1024 * 4 == 335_544_320
 assert step_flops == 16 * 2 * 80 * 1024 ** 2
 
+# %% [markdown]
+# A clock also shows *how* the weights are read. A kernel for many rows wants its tiles in one piece each; a plain matrix
+# has them scattered over its rows, so the kernel gathers them anew on every call. Inference engines rearrange the
+# weights once, when they load the model: the weights are *packed*. torch has this for many CPUs (oneDNN). The next cell
+# defines a step both ways and checks that the numbers agree.
+
+# %%
+def stored_step(X):
+    """X (rows, d) through every matrix, as torch stores it."""
+    for W in matrices:
+        X = F.linear(X, W)                          # X @ W.T
+    return X
+
+
+def packed_step(X):
+    """The same through the rearranged matrices."""
+    for W in packed:
+        X = torch.ops.mkldnn._linear_pointwise(X, W, None, "none", [], "")
+    return X
+
+
+steps = {"as stored": stored_step}
+if torch.backends.mkldnn.is_available():
+    packed = [torch.ops.mkldnn._reorder_linear_weight(W, max(rows)) for W in matrices]
+    steps = {"packed": packed_step, "as stored": stored_step}
+X = torch.randn(16, d, generator=generator)
+assert all(torch.allclose(step(X), stored_step(X), rtol=1e-4, atol=1e-4) for step in steps.values())
+
 # %% tags=["nbval-ignore-output"]
-def best_time(n, tries=5):
-    """Seconds for a step with n rows, the best of a few (the others were disturbed)."""
-    X, times = torch.ones(n, d), []
-    for _ in range(tries):
-        start = time.perf_counter()
-        step(X)
-        times.append(time.perf_counter() - start)
-    return min(times)
+def clock(step, n):
+    """Milliseconds of one step with n rows."""
+    X, start = torch.ones(n, d), time.perf_counter()
+    step(X)
+    return (time.perf_counter() - start) * 1e3
 
 
-seconds = {n: best_time(n) for n in rows}
-ms = [seconds[n] * 1e3 for n in rows]
+torch.set_num_threads(1)                            # one core; other programs disturb it less
+ms = {name: [float("inf")] * len(rows) for name in steps}
+for _ in range(7):                                  # the best of seven rounds
+    for name, step in steps.items():
+        ms[name] = [min(best, clock(step, n)) for best, n in zip(ms[name], rows)]
+print("16 rows against 1: 1x if only the trip counts, 16x if only arithmetic counts")
+for name, times in ms.items():
+    print(f"  {name:9}  {times[0]:.0f} ms -> {times[-1]:.0f} ms: {times[-1] / times[0]:.1f}x")
+
+# %% tags=["nbval-ignore-output"]
+one = min(times[0] for times in ms.values())        # ms, the trip for one row
+share = {name: [t / n for t, n in zip(times, rows)] for name, times in ms.items()}
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2))
-figures.throughput(left, rows, ms, [ms[0]] * 5, "ms", "Time per step")
-share, ideal = [m / n for m, n in zip(ms, rows)], [ms[0] / n for n in rows]
-figures.throughput(right, rows, share, ideal, "ms", "Time per user")
-figures.show(fig, f"Time over the number of rows. A step takes {ms[0]:.0f} ms with 1 row and "
-                  f"{ms[-1]:.0f} ms with 16. A user's share falls from {share[0]:.1f} ms to "
-                  f"{share[-1]:.1f} ms, {share[0] / share[-1]:.1f} times less; the ideal, one "
-                  f"shared trip, is {ideal[-1]:.1f} ms.")
+figures.throughput(left, rows, ms, [one] * 5, "ms", "Time per step")
+figures.throughput(right, rows, share, [one / n for n in rows], "ms", "Time per user")
+words = "; ".join(f"{name}: a step takes {t[0]:.0f} ms with 1 row and {t[-1]:.0f} ms with 16, a user's "
+                  f"share falls to {t[-1] / 16:.1f} ms" for name, t in ms.items())
+figures.show(fig, f"Time over the number of rows. {words}. The ideal, one shared trip, is {one:.0f} ms "
+                  f"a step and {one / 16:.1f} ms a user at 16 rows.")
 
 # %% [markdown]
-# The ideal curve is the trip alone: the time of one row, shared by all. The measured time lies above it, and far
-# below sixteen times one row. Two reasons:
+# The dashed line is the trip alone: the time of one row, shared by all. With the weights in the kernel's own layout the
+# clock stays close to it, far nearer to 1x than to 16x. **The trip is shared, and you can see it.** (A point may lie below the
+# line, where a kernel for a few rows reads faster than the one for a single row.) What keeps the curves above it:
 #
-# - **The jump after the first row.** For one row torch streams through the matrix once. For more it calls a general
-#   matrix-matrix routine, which on a CPU first rearranges the weights into blocks of its own. That is extra work on
-#   every call, unless the weights are stored rearranged, as inference engines do.
-# - **The slope after it.** A CPU has far less arithmetic for each byte of memory speed than a GPU, so a few rows already
-#   fill the wait. Your machine's own ridge point:
+# - **The layout.** "As stored" pays for gathering its tiles, as soon as there is more than one row. (If your torch has
+#   no packing, this is the only curve you see.)
+# - **The arithmetic.** A CPU core has far less of it for each byte of memory speed than a GPU, so a few rows already fill
+#   the wait, and from there on the curve rises. Your core's own ridge point:
 
 # %% tags=["nbval-ignore-output"]
 square, times = torch.ones(1024, 1024), []
@@ -319,7 +390,7 @@ for _ in range(5):
     start = time.perf_counter()
     square @ square
     times.append(time.perf_counter() - start)
-compute, bandwidth = 2 * 1024 ** 3 / min(times), weight_bytes / seconds[1]
+compute, bandwidth = 2 * 1024 ** 3 / min(times), weight_bytes / (one / 1e3)
 print(f"arithmetic {compute / 1e9:.0f} GFLOP/s, memory {bandwidth / 1e9:.0f} GB/s: "
       f"ridge point {compute / bandwidth:.1f} FLOP a byte, {2 * compute / bandwidth:.0f} rows in fp32")
 print(f"the H100 above: {flops / hbm:.0f} FLOP a byte, {flops / hbm:.0f} rows in bf16")
@@ -346,17 +417,17 @@ box, sliders, text = widgets.play(in_words, users=(1, 64, 2), d=[2, 128, 1024, 4
 box
 
 # %%
-sliders["users"].value, sliders["d"].value = 10, 4096
+sliders["users"].value, sliders["d"].value = 10, 128
 print(text.value)
-assert weight_traffic(10, 4096)[0] == 10 * weight_traffic(10, 4096)[1]
+assert weight_traffic(10, 128)[0] == 10 * weight_traffic(10, 128)[1]
 
 # %% [markdown]
 # ## On the real thing
 #
 # The model in this repository is a toy that has learned some answers by heart, but its architecture, its file and its
 # code are those of a real Qwen3.5 (`qwen/model.py`). Its matrix for queries is `q_proj` in the attention layer
-# (`qwen/attention.py`). torch stores it as $(d_{out}, d_{in})$ and multiplies by the transpose; it is wider than $d$
-# because it makes a query and a gate for each of several heads. Four users, one new token each: listen to what `q_proj`
+# (`qwen/attention.py`). It is wider than $d$ because it makes a query and a gate, each of `head_dim` numbers,
+# for every head. Four users, one new token each: listen to what `q_proj`
 # receives, one at a time and stacked.
 
 # %%
@@ -366,7 +437,10 @@ from qwen.weights import find_model
 model = Model.from_pretrained(find_model(), device="cpu", dtype=torch.float32)
 layer = model.layers[model.config.layer_types.index("full_attention")]
 q_proj = layer.self_attn.q_proj
+heads, head_dim = model.config.num_attention_heads, model.config.head_dim
 print("q_proj.weight:", tuple(q_proj.weight.shape), f"{q_proj.weight.nbytes:,} bytes")
+print(f"query and gate, {heads} heads, head_dim {head_dim}: 2 x {heads} x {head_dim} = {2 * heads * head_dim}")
+assert q_proj.out_features == 2 * heads * head_dim
 
 ids = torch.tensor([[10], [110], [210], [310]])     # (users, 1): any ids will do
 received = []
@@ -386,13 +460,11 @@ print("same queries:", torch.allclose(alone, stacked, rtol=1e-4, atol=1e-4))
 
 x, W = received[4][0][:, 0], q_proj.weight.T        # (users, d_in), (d_in, d_out)
 assert torch.allclose(x @ W, stacked[:, 0], rtol=1e-4, atol=1e-4)       # this chapter's line
-memory = Memory()
-for user in range(4):
-    assert torch.allclose(x[user] @ memory.fetch(W), stacked[user, 0], rtol=1e-4, atol=1e-4)
-print(f"one at a time: {memory.trips} trips, {memory.bytes:,} bytes")
-memory = Memory()
-x @ memory.fetch(W)
-print(f"stacked:       {memory.trips} trip,  {memory.bytes:,} bytes")
+for name, order in (("users outside", users_outside), ("tiles outside", tiles_outside)):
+    memory = Memory(W.tolist())
+    by_hand = torch.tensor(order(x.tolist(), memory))                   # this chapter's loops
+    assert torch.allclose(by_hand, stacked[:, 0], rtol=1e-4, atol=1e-4)
+    print(f"{name}: {memory.bytes:,} bytes, trips: {memory.trips()}")
 
 # %% [markdown]
 # "Same" now means within $10^{-4}$, not to the last bit: with fractions the order of the additions shows in the last
@@ -419,14 +491,14 @@ q_C = ...
 _ = check("01.1", q_C)
 
 # %% [markdown]
-# **01.2** Twelve users, one batch, one decode step, one matrix of 4096 × 4096 in bf16 (2 bytes). How many bytes of
+# **01.2** Twelve users, one batch, one decode step, one matrix of 1024 × 3584 in bf16 (2 bytes). How many bytes of
 # weights are fetched?
 #
 # <details><summary>Solution</summary>
 #
-# One trip for all twelve: 33,554,432 bytes.
+# One trip for all twelve: 7,340,032 bytes.
 # ```python
-# fetched = 4096 * 4096 * 2
+# fetched = 1024 * 3584 * 2
 # ```
 # </details>
 
@@ -435,8 +507,8 @@ fetched = ...
 _ = check("01.2", fetched)
 
 # %% [markdown]
-# **01.3** Write a function for a whole answer: `users` users decode for `steps` steps through one $d \times d$ matrix of
-# 2-byte weights, either as one batch or one user at a time. How many bytes of weights are fetched?
+# **01.3** Write a function: `users` users make `steps` decode steps each, through one $d \times d$ matrix of 2-byte
+# weights, either as one batch or one user at a time. How many bytes of weights are fetched in all?
 #
 # <details><summary>Solution</summary>
 #
@@ -491,8 +563,8 @@ _ = check("01.5", trips)
 #
 # > A decode step fetches every weight from memory and uses it for one multiplication and one addition per user, so with
 # > one user the compute units wait. Stacking users as rows of one matrix shares that trip: the traffic stays, the
-# > arithmetic grows, and up to the ridge point the step takes hardly longer. It is exact because a projection works row
-# > by row; only attention, with each user's own cache, needs more care.
+# > arithmetic grows, and up to the ridge point the step takes hardly longer. It is exact, up to rounding, because a
+# > projection works row by row; only the layers that look back, at each user's own history, need more care.
 #
 # **In production.** vLLM calls the rows of a step *batched tokens*, prefill and decode together, and limits them with
 # `max_num_batched_tokens`; `max_num_seqs` limits the users in a step. SGLang's names are `--chunked-prefill-size` (a

@@ -3,6 +3,7 @@
 A chapter's exercises stand in `chNN.py` as `EXERCISES = {"NN.1": judge, ...}`. A judge is a function
 that takes the answer and returns "" when it is right, else a hint, or UNTOUCHED; `Value` and `Function` make one.
 """
+import dis
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,7 +25,7 @@ def check(name: str, answer) -> bool:
         print("check: there is no exercise of this name; names look like '01.1'.")
         return False
     try:
-        hint = UNTOUCHED if answer is ... else judge(answer)
+        hint = UNTOUCHED if answer is ... or _stub(answer) else judge(answer)
     except (Exception, SystemExit) as error:
         hint = f"The check stopped with {type(error).__name__}; is the answer of the kind that was asked for?"
     verdict = "right." if not hint else hint if hint is UNTOUCHED else f"not yet. {' '.join(hint.split())}"
@@ -41,11 +42,18 @@ def _find(name):
         return None
 
 
+def _stub(function) -> bool:
+    """Is its body nothing but dots, `pass` or a docstring? (It loads None and returns it, and does nothing else.)"""
+    code = getattr(function, "__code__", None)
+    steps = [] if code is None else [i for i in dis.get_instructions(code) if i.opname not in ("RESUME", "NOP", "CACHE")]
+    nothing = ("LOAD_CONST", "RETURN_VALUE", "RETURN_CONST")
+    return bool(steps) and all(i.opname in nothing and i.argval is None for i in steps)
+
+
 def plain(x):
-    """Tensors, arrays, tuples, ranges and sets as nested lists of Python numbers; anything else as it is."""
+    """Tensors, arrays, tuples and ranges as nested lists of Python numbers; anything else as it is."""
     if hasattr(x, "tolist"):
         return x.tolist()
-    x = sorted(x) if isinstance(x, (set, frozenset)) else x
     return [plain(item) for item in x] if isinstance(x, (list, tuple, range)) else x
 
 
@@ -53,8 +61,12 @@ def same(answer, right) -> bool:
     """Equal as nested lists of numbers (1 and 1.0 are equal, True and 1 are not), text without regard to case.
 
     Brackets too many around the answer are forgiven: a row [[1, 1]] is the vector [1, 1]. NaN equals nothing.
+    A set on the right stands for a list in any order; a set equals nothing else.
     """
     answer, right = plain(answer), plain(right)
+    if isinstance(right, set):
+        right = sorted(right)
+        answer = sorted(answer) if isinstance(answer, (set, frozenset, list)) and _depth(answer) < 2 else answer
     while isinstance(answer, list) and len(answer) == 1 and _depth(answer) > _depth(right):
         answer = answer[0]
     if isinstance(right, list):
@@ -101,8 +113,10 @@ class Function:
                 got.append(answer(*deepcopy(call)))
             except (Exception, SystemExit) as error:
                 return f"Your function raised {type(error).__name__} when called with {call}."
-        if all(result is None or result is ... for result in got):
+        if all(result is ... for result in got):
             return UNTOUCHED
+        if all(result is None for result in got):
+            return "Your function returns nothing; print shows a value, `return` hands it over."
         for function, hint in ((self.right, ""), *self.slips):
             if all(same(result, function(*deepcopy(call))) for result, call in zip(got, self.calls)):
                 return hint

@@ -27,7 +27,7 @@ from qwen.model import Model
 
 FOLDER = Path(__file__).parent
 SEED, THREADS = 0, 1                   # matrices this small gain nothing from a second thread
-STEPS, MAX_STEPS, CHECK_EVERY = 600, 1600, 50
+STEPS, MAX_STEPS, CHECK_EVERY = 500, 1600, 50
 BATCH, LEARNING_RATE, WEIGHT_DECAY = 32, 3e-3, 0.01
 TRAINED_GAP, WANTED_GAP = 4.0, 1.5      # logits: what the loss pushes for, what every step must reach
 BPE_SIZE = 768                          # 256 bytes and 512 merges; the special tokens follow
@@ -120,11 +120,17 @@ def config_json(tk: Tokenizer) -> dict:
 
 @torch.no_grad()
 def initialise(model: Model) -> None:
-    """Starting values: matrices normal(0, 0.02), norms scale by one, decay rates spread over the heads."""
+    """Starting values: matrices normal(0, 0.02), norms scale by one, the heads' memories from less than a token to a hundred.
+
+    A head's matrix shrinks by exp(-exp(A_log) softplus(dt_bias)) a token while its input is zero. Were all
+    heads quick to forget, the linear layers would learn nothing but their convolution.
+    """
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
             weight.copy_(torch.linspace(1, 16, weight.numel()).log())
-        elif name.endswith(("dt_bias", "linear_attn.norm.weight")):
+        elif name.endswith("dt_bias"):
+            weight.copy_(torch.logspace(-2, 0, weight.numel()).expm1().log())     # softplus gives 0.01 to 1
+        elif name.endswith("linear_attn.norm.weight"):
             weight.fill_(1.0)
         elif name.endswith("norm.weight"):
             weight.zero_()                                  # RMSNorm scales by 1 + w
