@@ -4,6 +4,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 LAB_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -12,7 +13,7 @@ DRIFT = $(BIN)/pytest -q notebooks $(TEST_ARGS)
 CHECK = import sys; found = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
     "$(PYTHON) is Python " + found + ", and 3.11 or newer is needed: set PYTHON=... to a newer one.")
 
-.PHONY: help lab test drift notebooks figures clean
+.PHONY: help lab test drift notebooks figures bench clean
 
 help:
 	@echo "make lab        open the first chapter in JupyterLab"
@@ -20,6 +21,7 @@ help:
 	@echo "make drift      compare the notebooks again, with other thread counts and CPUs"
 	@echo "make notebooks  execute notebooks/source/*.py into notebooks/*.ipynb"
 	@echo "make figures    draw figures/*.svg"
+	@echo "make bench      time decode steps of the 0.8B shape against the machine's limits"
 	@echo "make clean      remove .venv and every cache"
 	@echo
 	@echo "The first of them to run makes .venv and installs into it; later runs install nothing."
@@ -27,6 +29,7 @@ help:
 	@echo "PIP_ARGS='...'      more arguments for pip install"
 	@echo "LAB_ARGS='...'      more arguments for jupyter lab, such as --no-browser"
 	@echo "TEST_ARGS='...'     more arguments for pytest, such as -x"
+	@echo "BENCH_ARGS='...'    arguments of tests/bench.py, such as --device cuda"
 
 # One environment for reading and testing: with two, the second command would install again.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -59,6 +62,9 @@ notebooks: $(INSTALLED)
 
 figures: $(INSTALLED)
 	$(BIN)/python -m qwen.figures
+
+bench: $(INSTALLED)
+	$(BIN)/python tests/bench.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis notebooks/.*.unfinished

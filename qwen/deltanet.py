@@ -38,9 +38,10 @@ def short_conv(x, carried, weight, before):
     """
     inputs = torch.cat([carried, x], 1)                                   # (B, K-1+T, C)
     rows = torch.arange(len(x), device=x.device)[:, None]
-    out = x * weight[:, 0, -1]
-    for tap in range(before.shape[-1]):
-        out = out + inputs[rows, before[:, :-1, tap]] * weight[:, 0, tap]
+    *taps, own = weight[:, 0].unbind(1)                                   # (C,) each
+    out = x * own
+    for tap, weight in enumerate(taps):
+        out = out.addcmul(inputs[rows, before[:, :-1, tap]], weight)
     return F.silu(out), inputs[rows, before[:, -1]]
 
 
@@ -56,20 +57,28 @@ def gates(a, b, A_log, dt_bias, mask):
     return g.masked_fill(pad, 0), beta.masked_fill(pad, 0)
 
 
+def delta_rule_step(q, k, v, g, beta, S):
+    """The rule above for one token. S is updated in place: with many rows it is most of what a decode step moves.
+
+    q, k (B, H, Dk), v (B, H, Dv), g, beta (B, H), S (B, H, Dk, Dv), all fp32 -> output (B, H, Dv).
+    Key and query read the old S together, in one pass; q (S + k w) = q S + (q·k) w gives the query its new one.
+    """
+    decay = g.exp()[..., None]                                            # (B, H, 1)
+    held, read = (decay[..., None] * (torch.stack([k, q], 2) @ S)).unbind(2)
+    write = (v - held) * beta[..., None]                                  # (B, H, Dv)
+    S.mul_(decay[..., None]).addcmul_(k[..., None], write[:, :, None])
+    return read + (q * k).sum(-1, keepdim=True) * write
+
+
 def delta_rule_steps(q, k, v, g, beta, S):
-    """The rule above, token after token: the definition that `delta_rule_chunks` must equal.
+    """Token after token: the definition that `delta_rule_chunks` must equal. S itself is left as it was.
 
     q, k (B, H, T, Dk), v (B, H, T, Dv), g, beta (B, H, T), S (B, H, Dk, Dv), all fp32
     -> outputs (B, H, T, Dv) and the new S.
     """
-    outputs = []
-    for t in range(q.shape[2]):
-        S = S * g[:, :, t, None, None].exp()
-        held = (k[:, :, t, None] @ S)[:, :, 0]                            # (B, H, Dv): what S holds under k
-        write = (v[:, :, t] - held) * beta[:, :, t, None]
-        S = S + k[:, :, t, :, None] * write[:, :, None]                   # (B, H, Dk, Dv)
-        outputs.append(q[:, :, t, None] @ S)                              # (B, H, 1, Dv)
-    return torch.cat(outputs, 2), S
+    S, tokens = S.clone(), (t.unbind(2) for t in (q, k, v, g, beta))
+    outputs = [delta_rule_step(*token, S) for token in zip(*tokens)]
+    return torch.stack(outputs, 2), S
 
 
 def l2norm(x, eps: float = 1e-6):
@@ -103,12 +112,17 @@ class GatedDeltaNet(nn.Module):
         q = l2norm(q.view(batch, tokens, self.key_heads, self.key_dim)) * self.key_dim ** -0.5
         k = l2norm(k.view(batch, tokens, self.key_heads, self.key_dim))
         v = v.view(batch, tokens, self.value_heads, self.value_dim)
-        q, k = (t.repeat_interleave(self.value_heads // self.key_heads, 2) for t in (q, k))
+        if self.value_heads > self.key_heads:                             # each key head serves several value heads
+            q, k = (t.repeat_interleave(self.value_heads // self.key_heads, 2) for t in (q, k))
         g, beta = gates(self.in_proj_a(x), self.in_proj_b(x), self.A_log, self.dt_bias, mask)
 
-        q, k, v, g, beta = (t.transpose(1, 2) for t in (q, k, v, g, beta))   # (B, H, T, …)
-        rule = delta_rule_steps if tokens == 1 else delta_rule_chunks
-        out, state.recurrent[layer] = rule(q, k, v, g, beta, state.recurrent[layer])
+        S = state.recurrent[layer]                                        # (B, Hv, Dk, Dv)
+        if tokens == 1:
+            out = delta_rule_step(*(t[:, 0] for t in (q, k, v, g, beta)), S)[:, None]
+        else:
+            q, k, v, g, beta = (t.transpose(1, 2) for t in (q, k, v, g, beta))   # (B, H, T, …)
+            out, state.recurrent[layer] = delta_rule_chunks(q, k, v, g, beta, S)
+            out = out.transpose(1, 2)
         z = self.in_proj_z(x).view(batch, tokens, self.value_heads, self.value_dim)
-        out = self.norm(out.transpose(1, 2), z)                           # (B, T, Hv, Dv)
+        out = self.norm(out, z)                                           # (B, T, Hv, Dv)
         return self.out_proj(out.flatten(2))

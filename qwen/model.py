@@ -13,6 +13,7 @@ from qwen.config import Config
 from qwen.embedding import Embedding
 from qwen.layer import Layer
 from qwen.norm import RMSNorm
+from qwen.packed import pack
 from qwen.weights import load_tensors, tensor_index
 
 FP32_ALWAYS = ("A_log", "dt_bias")                          # two numbers a head that decide the decay
@@ -39,10 +40,11 @@ class Model(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size)
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
     @classmethod
     def from_pretrained(cls, path, device=None, dtype=None) -> "Model":
@@ -70,6 +72,7 @@ class Model(nn.Module):
         for name, tensor in load_tensors(path, shapes, device, dtypes):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+        pack(model)
         return model.eval()
 
     @property
@@ -103,7 +106,7 @@ class Model(nn.Module):
         if last_only:
             last = (mask * torch.arange(tokens, device=mask.device)).amax(1)
             x = x[torch.arange(batch, device=x.device), last, None]      # (B, 1, hidden)
-        return (self.lm_head or self.embed_tokens).logits(self.norm(x))
+        return (self.lm_head or self.embed_tokens.logits)(self.norm(x))
 
     def check_prompts(self, prompts, max_new_tokens: int = 0):
         """Refuse token lists this model cannot run: ValueError or TypeError naming the row.

@@ -113,8 +113,7 @@ def load_tensors(folder, shapes: dict[str, tuple[int, ...]], device, dtypes: dic
     for name, (file, key, *_) in index.items():
         if name.startswith("layers.") and name not in shapes:
             raise ValueError(f"{file}: tensor {key} has no place in the model that config.json describes")
-    for file in sorted({index[name][0] for name in shapes}):
-        with safe_open(file, framework="pt") as tensors:
-            for name in shapes:
-                if index[name][0] == file:
-                    yield name, tensors.get_tensor(index[name][1]).to(device, dtypes[name])
+    for name in shapes:
+        file, key, *_ = index[name]
+        with safe_open(file, framework="pt") as tensors:   # opened anew: an open file keeps in memory what was read of it
+            yield name, tensors.get_tensor(key).to(device, dtypes[name], copy=True)

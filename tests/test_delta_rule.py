@@ -29,6 +29,20 @@ def problem(tokens, decay, seed=0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+def test_steps_are_the_rule_as_it_is_written(decay):
+    """S <- exp(g) S; S <- S + k (beta (v - k S)); output q S: the step reads key and query together, before the write."""
+    q, k, v, g, beta, S = problem(9, DECAYS[decay])
+    before, outputs = S.clone(), []
+    found, last = delta_rule_steps(q, k, v, g, beta, S)
+    assert torch.equal(S, before)
+    for t in range(9):
+        S = S * g[:, :, t, None, None].exp()
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, :, t], beta[:, :, t, None] * (v[:, :, t] - torch.einsum("bhk,bhkv->bhv", k[:, :, t], S)))
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, :, t], S))
+    assert far(found, torch.stack(outputs, 2)) <= 0.1 and far(last, S) <= 0.1
+
+
+@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("chunk", [4, 64])
 def test_chunks_equal_steps(decay, chunk):
     """Case 10: T = 1, C - 1, C, C + 1, 2C + 3, a state to start from, decay that varies strongly."""
@@ -124,10 +138,10 @@ def test_tolerance_is_crossed_without_the_decay_between():
 def test_one_token_takes_the_loop_and_more_the_chunks(model, monkeypatch):
     """Both are really used, so that comparing a cut prefill with a whole one compares the two."""
     used = []
-    for name in ("delta_rule_steps", "delta_rule_chunks"):
+    for name in ("delta_rule_step", "delta_rule_chunks"):
         rule = getattr(deltanet, name)
         monkeypatch.setattr(deltanet, name, lambda *args, rule=rule, name=name: used.append(name) or rule(*args))
     model(torch.tensor([[1]]))
     model(torch.tensor([[1, 2]]))
-    assert used == ["delta_rule_steps"] * 2 + ["delta_rule_chunks"] * 2
+    assert used == ["delta_rule_step"] * 2 + ["delta_rule_chunks"] * 2
     assert TOLERANCE == 1e-4

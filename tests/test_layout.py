@@ -17,7 +17,7 @@ TOP = {
     "notebooks", "qwen", "figures", "tests", "environment.yml", "Makefile", "README.md",
     "pyproject.toml", "constraints.txt", "LICENSE", ".gitignore", ".ci", ".github",
 }  # fmt: skip
-TARGETS = ["lab", "test", "drift", "notebooks", "figures", "clean"]
+TARGETS = ["lab", "test", "drift", "notebooks", "figures", "bench", "clean"]
 
 
 def tracked():

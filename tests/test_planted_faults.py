@@ -152,6 +152,15 @@ def add_without_delta(q, k, v, g, beta, S):
     return torch.cat(outputs, 2), S
 
 
+def one_token(rule):
+    """A rule for many tokens as one for a single token that updates S in place."""
+    def step(q, k, v, g, beta, S):
+        out, new = rule(*(t[:, :, None] for t in (q, k, v, g, beta)), S.clone())
+        S.copy_(new)
+        return out[:, :, 0]
+    return step
+
+
 def neighbouring_pairs(x, cos, sin):
     """RoPE on pairs (2i, 2i + 1)."""
     dim = cos.shape[-1]
@@ -191,8 +200,8 @@ FAULTS = {
     "sigmoid in place of silu": (norm.GatedRMSNorm, "forward", gate_by_sigmoid),
     "window of outputs": (deltanet, "short_conv", window_of_outputs),
     "convolution backwards": (deltanet, "short_conv", conv_backwards),
-    "write before decay": (deltanet, "delta_rule_steps", write_before_decay),
-    "no delta": (deltanet, "delta_rule_steps", add_without_delta),
+    "write before decay": (deltanet, "delta_rule_step", one_token(write_before_decay)),
+    "no delta": (deltanet, "delta_rule_step", one_token(add_without_delta)),
     "chunks: write before decay": (deltanet, "delta_rule_chunks", write_before_decay),
     "no l2 norm": (deltanet, "l2norm", lambda x: x),
     "rope on neighbouring pairs": (attention, "rotate", neighbouring_pairs),

@@ -1,0 +1,46 @@
+"""Projections whose weights lie in the order in which the CPU's matrix kernel reads them.
+
+A matrix is kept row by row, but oneDNN, the kernel library behind torch on a CPU, reads it in blocks. With one
+row of input it manages without; with a few rows it rearranges the whole weight on every call, which takes longer
+than the product and hides what batching gains. Rearranged once, after loading, a step with several rows takes
+little longer than with one. The numbers are the same up to the order of summation.
+"""
+import torch
+from torch import nn
+
+ROWS = 16                                                   # rows of input the order is chosen for; it serves any number
+LARGE = 1 << 20                                             # bytes: a smaller matrix stays in the cache as it is
+
+
+class PackedLinear(nn.Module):
+    """x (..., in) -> (..., out), for a weight (out, in) of which only the rearranged copy is kept."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)    # opaque: shape, but no elements
+
+    def forward(self, x):
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+
+
+def packable(weight) -> bool:
+    """Whether this weight is large, lies on a CPU, and this torch build and CPU have the kernel for its dtype."""
+    if weight.device.type != "cpu" or weight.nbytes < LARGE or not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        PackedLinear(weight.new_zeros(16, 16))(weight.new_zeros(1, 16))
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def pack(model) -> None:
+    """Replace every large projection of a `model.Model` in place. The embedding is read by row and stays;
+    where it is also the head, the head becomes a packed copy. Trained weights are needed no more after it: no gradients.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and packable(child.weight):
+                setattr(parent, name, PackedLinear(child.weight))
+    if model.lm_head is None and packable(model.embed_tokens.weight):
+        model.lm_head = PackedLinear(model.embed_tokens.weight)
