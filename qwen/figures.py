@@ -182,43 +182,48 @@ def one_trip():
 
 def package_map():
     """The package as a map: which file does what, and the way of a question to its answer (figure, alternative text)."""
-    figure, ax = plt.subplots(figsize=(9.5, 3.9))
+    figure, ax = plt.subplots(figsize=(9.5, 3.8))
 
-    def node(x, y, name, what, meaning="plain", width=2.2, height=0.9):
-        box(ax, x, y, meaning, "", width, height)
-        ax.text(x + width / 2, y + height * 0.66, name, ha="center", va="center", family="monospace", weight="bold")
-        ax.text(x + width / 2, y + height * 0.28, what, ha="center", va="center", fontsize=9)
+    def node(x, y, name, what, meaning="plain", width=2.0):
+        box(ax, x, y, meaning, "", width, 0.9)
+        ax.text(x + width / 2, y + 0.6, name, ha="center", va="center", family="monospace", weight="bold")
+        ax.text(x + width / 2, y + 0.25, what, ha="center", va="center", fontsize=9)
 
-    def arrow(start, end):
-        ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.4})
+    def frame(x, y, width, height, name, what):
+        ax.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=INK, linewidth=0.8, linestyle="--"))
+        text = ax.text(x + width - 0.15, y + height - 0.25, what, ha="right", va="center", fontsize=9)
+        ax.annotate(name, (0, 0.5), (-6, 0), xycoords=text, textcoords="offset points", ha="right", va="center",
+                    family="monospace", weight="bold")
 
-    node(0, 4.1, "chat", "text to ids and back")
-    node(0, 2.3, "batch", "pad, mask, loop")
-    node(0, 0.5, "sample", "logits to one token")
-    node(3.1, 0.5, "model", "last norm, logits", width=7.3)
-    node(3.1, 4.1, "embedding", "ids to vectors", width=2.2)
-    node(5.7, 4.1, "weights", "reads the file", "weights", width=2.2)
-    node(8.2, 4.1, "config", "reads the sizes", "weights", width=2.2)
-    ax.add_patch(Rectangle((3.1, 1.75), 7.3, 2.05, facecolor="none", edgecolor=INK, linewidth=0.8, linestyle="--"))
-    ax.text(3.25, 3.62, "layer, many times over", va="top", fontsize=9)
-    node(3.3, 1.95, "deltanet", "with chunk", width=1.9)
-    node(5.4, 1.95, "attention", "with rope", width=1.9)
-    node(7.5, 1.95, "mlp", "no other token", width=1.6)
-    node(9.25, 1.95, "norm", "length", width=1.0)
-    node(11.2, 1.95, "cache", "what a row keeps", width=2.0)
-    for start, end in (((0.7, 4.1), (0.7, 3.2)), ((2.2, 3.0), (3.1, 4.3)), ((4.2, 4.1), (4.2, 3.8)),
-                       ((6.7, 1.75), (6.7, 1.4)), ((3.1, 0.95), (2.2, 0.95)), ((1.1, 1.4), (1.1, 2.3)),
-                       ((1.5, 3.2), (1.5, 4.1)), ((10.4, 2.55), (11.2, 2.55)), ((11.2, 2.25), (10.4, 2.25))):
+    def arrow(start, end, style="->"):
+        ax.annotate("", end, start, arrowprops={"arrowstyle": style, "color": INK, "linewidth": 1.4})
+
+    for y, name, what in ((4.1, "chat", "text and ids"), (2.5, "batch", "pad, mask, loop"), (0.9, "sample", "picks a token")):
+        node(0, y, name, what)
+    frame(3.1, 1.3, 8.9, 3.9, "model", "runs it all")
+    frame(3.3, 1.5, 8.5, 2.0, "layer", "many times over")
+    node(3.5, 4.1, "embedding", "ids to vectors, vectors to logits", width=4.2)
+    for x, name, what in ((3.5, "norm", "scales a vector"), (5.6, "deltanet", "with chunk"), (7.7, "attention", "with rope"),
+                          (9.8, "mlp", "token by token")):
+        node(x, 1.8, name, what, width=1.9)
+    node(5.6, -0.3, "cache", "what a row keeps", width=4.0)
+    node(12.5, 3.9, "config", "reads the sizes")
+    node(12.5, 2.2, "weights", "reads the file", "weights")
+    for start, end in (((0.7, 4.1), (0.7, 3.4)), ((1.3, 3.4), (1.3, 4.1)), ((1.0, 1.8), (1.0, 2.5)), ((2.0, 2.95), (3.1, 2.95)),
+                       ((3.1, 1.5), (2.0, 1.5)), ((4.4, 4.1), (4.4, 3.5)), ((6.7, 3.5), (6.7, 4.1)),
+                       ((12.5, 4.35), (12.0, 4.35)), ((12.5, 2.65), (12.0, 2.65))):
         arrow(start, end)
-    ax.text(2.65, 4.62, "ids,\nmask", fontsize=9, ha="center", va="center")
-    ax.text(2.65, 1.2, "logits", fontsize=9, ha="center", va="center")
-    ax.set(xlim=(-0.2, 13.4), ylim=(0.2, 5.2))
+    for x in (6.55, 8.65):
+        arrow((x, 1.8), (x, 0.6), "<->")
+    ax.text(2.55, 3.3, "ids,\nmask", fontsize=9, ha="center", va="center")
+    ax.text(2.55, 1.15, "logits", fontsize=9, ha="center", va="center")
     bare(ax)
     return figure, (
         "Boxes named after the package's files. chat turns text into ids; batch pads them and hands ids and a mask to "
-        "model: embedding, then layer many times over (deltanet with chunk or attention with rope, then mlp, norm "
-        "before each), then logits. sample picks a token for each row, batch feeds it back, chat turns ids into text. "
-        "cache stands beside the layers and keeps what a row carries between calls; weights and config read the files.")
+        "model, which runs them: embedding, then layer many times over (norm before deltanet with chunk or attention "
+        "with rope, norm again before mlp), then embedding once more, for the logits. sample picks a token for each row, "
+        "batch feeds it back, chat turns ids into text. cache stands outside the model and is joined to deltanet and "
+        "attention: it keeps what a row carries between calls. config and weights read the files the model is made from.")
 
 
 def outcomes(ax, rows, columns, same, title=""):
@@ -245,6 +250,31 @@ def riding(ax, lengths, names=("A", "B", "C", "D"), title=""):
     ax.set(title=title, xlabel="step", xlim=(-0.12 * longest, 1.14 * longest),
            ylim=(-len(lengths), 0), yticks=[])
     ax.spines["left"].set_visible(False)
+
+
+def batch_gain(machine, ours, library, predicted):
+    """Tokens a second over the batch size: (figure, its alternative text).
+
+    ours, library: {rows: tokens/s}; predicted: {rows: (at most, if nothing overlaps)} tokens/s; machine: its name.
+    """
+    figure, ax = plt.subplots(figsize=(7.5, 4))
+    rows = list(ours)
+    most, least = zip(*(predicted[n] for n in rows))
+    ax.fill_between(rows, least, most, color=COLORS["predicted"], alpha=0.4, linewidth=0, label="predicted")
+    ax.plot(rows, list(ours.values()), "-o", color=COLORS["measured"], label="qwen, measured")
+    if library:
+        ax.plot(list(library), list(library.values()), ":^", color=COLORS["measured"], label="transformers, measured")
+    ax.set(title=f"One decode step serves many rows ({machine})", xlabel="rows in the batch", ylabel="tokens a second",
+           xscale="log", xticks=rows)
+    ax.set_xticks(rows, [str(n) for n in rows])
+    ax.minorticks_off()
+    ax.set_ylim(bottom=0)
+    ax.grid(axis="y")
+    ax.legend(loc="upper left")
+    said = ", ".join(f"{n} rows {speed:.0f}" for n, speed in ours.items())
+    other = ", ".join(f"{n} rows {speed:.0f}" for n, speed in library.items())
+    return figure, (f"Tokens a second of a 0.8B model in fp32 over the rows in a batch, on {machine}: {said}; inside or "
+                    f"near the band that the roofline predicts." + (f" transformers: {other}." if other else ""))
 
 
 PICTURES = {"one_trip": one_trip}                           # file name in figures/ -> its drawing function

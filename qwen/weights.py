@@ -6,10 +6,12 @@ Layout of a model folder: `config.json`, `tokenizer.json`, and either `model.saf
 import json
 import os
 import re
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 SHIPPED = Path(__file__).parent / "tiny"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -18,6 +20,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIXES = ("model.language_model.", "model.")
 NOT_TEXT = ("model.visual.", "visual.", "mtp.")             # the vision tower and the draft head
 FLOATS = ("F32", "F16", "BF16")
+SHOW_FROM = 50_000_000                                      # weights: from here on, loading takes long enough for a bar
 
 
 def find_model(name=None, revision=None) -> Path:
@@ -113,7 +116,8 @@ def load_tensors(folder, shapes: dict[str, tuple[int, ...]], device, dtypes: dic
     for name, (file, key, *_) in index.items():
         if name.startswith("layers.") and name not in shapes:
             raise ValueError(f"{file}: tensor {key} has no place in the model that config.json describes")
-    for name in shapes:
+    small = sum(map(prod, shapes.values())) < SHOW_FROM
+    for name in tqdm(shapes, desc="loading", unit="tensor", leave=False, disable=small):
         file, key, *_ = index[name]
         with safe_open(file, framework="pt") as tensors:   # opened anew: an open file keeps in memory what was read of it
             yield name, tensors.get_tensor(key).to(device, dtypes[name], copy=True)
