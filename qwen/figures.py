@@ -121,16 +121,16 @@ def padded_box(ax, lengths, names=("A", "B", "C", "D"), left=True, title=""):
     bare(ax, title)
 
 
-def throughput(ax, batch, measured, predicted=None, label="", title=""):
+def throughput(ax, batch, measured, predicted=None, label="", title="", name="ideal"):
     """A quantity over the batch size: measured black, predicted dashed and blue.
 
-    measured: the values, or {name: values} of up to three curves, told apart by line and marker.
+    measured: the values, or {name: values} of up to three curves, told apart by line and marker; name: the dashed one's.
     """
     if predicted is not None:
-        ax.plot(batch, predicted, "--", marker="s", color=COLORS["predicted"], label="ideal")
+        ax.plot(batch, predicted, "--", marker="s", color=COLORS["predicted"], label=name)
     curves = measured if isinstance(measured, dict) else {"measured": measured}
-    for (name, values), line, marker in zip(curves.items(), ("-", ":", "-."), "o^v"):
-        ax.plot(batch, values, line, marker=marker, color=COLORS["measured"], label=name)
+    for (curve, values), line, marker in zip(curves.items(), ("-", ":", "-."), "o^v"):
+        ax.plot(batch, values, line, marker=marker, color=COLORS["measured"], label=curve)
     ax.set(xlabel="rows in the batch", ylabel=label, title=title, xticks=batch)
     ax.set_ylim(bottom=0)
     ax.grid(axis="y")

@@ -14,7 +14,6 @@
 # *Edit > Clear Outputs of All Cells* first.
 
 # %%
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,13 +21,14 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import torch
 
-from qwen import attention, cache, deltanet, figures, rope
+from qwen import attention, cache, deltanet, figures, measure, roofline, rope
 from qwen.batch import generate_batch, pad_left
 from qwen.cache import State
 from qwen.chat import Chat, build_prompt
 from qwen.config import Config
 from qwen.exercises import check
 from qwen.model import Model
+from qwen.packed import pack
 from qwen.sample import generate
 from qwen.weights import find_model
 from qwen.widgets import play
@@ -37,7 +37,7 @@ figures.setup()
 path = find_model()                                             # or find_model("Qwen/Qwen3.5-0.8B"), see the end
 model = Model.from_pretrained(path, device="cpu", dtype=torch.float32)
 chat = Chat(model, path)
-print(f"{sum(p.numel() for p in model.parameters()):,} parameters, a vocabulary of {model.config.vocab_size:,} tokens")
+print(f"{model.num_parameters:,} parameters, a vocabulary of {model.config.vocab_size:,} tokens")
 print("layers:", ", ".join(kind.split("_")[0] for kind in model.config.layer_types[:8]))
 
 # %% [markdown]
@@ -657,58 +657,59 @@ figures.show(figure, f"A bar for each user: {outputs} tokens in colour, then hat
 # six layers of the published widths with random weights. Nothing they say makes sense, and each of the six costs what a
 # real one does. (The published model has 24, and a far larger vocabulary.)
 #
-# First the counts, which are the same everywhere: each weight matrix reports its bytes when it is used. (The few weights
-# of the convolutions and norms are left out.) Then your machine's clock. The dashed line is what you would get if a step
-# took the same time for any number of rows.
+# First the counts, which are the same everywhere. `roofline.step_cost` works them out from the sizes alone: what a step
+# must read, and what it must calculate. The weights are read once; keys, values and matrices S once for every row.
 #
-# **Predict:** where does your machine leave the dashed line?
+# **Predict:** from 1 row to 16, what grows 16 times, and what stays?
 
 # %%
-pattern = 2 * (3 * ["linear_attention"] + ["full_attention"])
-wide = Model(Config(
-    vocab_size=2048, hidden_size=1024, intermediate_size=3584, num_hidden_layers=6, layer_types=pattern[:6],
-    num_attention_heads=8, num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16,
-    linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, rope_theta=1e7,
-    partial_rotary_factor=0.25, rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True,
-)).requires_grad_(False)
-fetched = []
-hooks = [module.register_forward_hook(lambda m, *_: fetched.append(m.weight.nbytes))
-         for module in wide.modules() if isinstance(module, torch.nn.Linear)]
+wide_config = Config(
+    vocab_size=2048, hidden_size=1024, intermediate_size=3584, num_hidden_layers=6,
+    layer_types=(2 * (3 * ["linear_attention"] + ["full_attention"]))[:6], num_attention_heads=8,
+    num_key_value_heads=2, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_conv_kernel_dim=4, rope_theta=1e7, partial_rotary_factor=0.25,
+    rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True)
+wide = measure.random_model(wide_config)
 for batch in (1, 4, 16):
-    fetched.clear()
-    wide(torch.zeros(batch, 1, dtype=torch.int64), State(wide, batch))
-    a_step = sum(fetched) + wide.embed_tokens.weight.nbytes                     # the head is the embedding
-    steps = 64 // batch
-    print(f"64 tokens, {batch:2} rows: {steps:2} steps, {a_step:,} weight bytes a step, {a_step // batch:,} a token")
-    assert a_step == sum(p.nbytes for p in wide.parameters() if p.dim() == 2) and steps * batch == 64
-for hook in hooks:
-    hook.remove()
-
-# %% tags=["nbval-ignore-output"]
-def seconds_a_step(batch, steps=3):
-    state, ids = State(wide, batch, max_len=steps + 1), torch.zeros(batch, 1, dtype=torch.int64)
-    wide(ids, state)                                                            # the first step warms up
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        wide(ids, state)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-batches = [1, 2, 4, 8, 16]
-clock = [seconds_a_step(batch) for batch in batches]
-speed = [batch / seconds for batch, seconds in zip(batches, clock)]
-figure, ax = plt.subplots()
-figures.throughput(ax, batches, speed, [batch * speed[0] for batch in batches], label="tokens a second")
-figures.show(figure, f"Tokens a second at {batches} rows: {[round(s) for s in speed]}.")
-print("milliseconds a step:", [round(1000 * seconds) for seconds in clock])
-print(f"16 rows make {speed[-1] / speed[0]:.1f} times the tokens of one row")
+    parts = roofline.step_cost(wide_config, batch, context=32)                  # {part: Cost(bytes, flops)}
+    weights = parts["projections"].bytes + parts["head"].bytes
+    rest = parts["attention"].bytes + parts["state"].bytes
+    print(f"{batch:2} rows: {weights / 1e6:.0f} MB of weights, {rest / 1e6:5.1f} MB of the rows' own, "
+          f"{roofline.total(parts).flops / 1e9:.2f} GFLOP; bytes a token {(weights + rest) / batch / 1e6:.0f} MB")
+    assert weights == sum(p.nbytes for p in wide.parameters() if p.dim() == 2)  # the matrices of the real model
 
 # %% [markdown]
-# The counts promise a factor of the batch size. Two things can keep your curve below the dashed line. One is how the
-# kernel reads the weights: chapter 01 shows that a layout made for a single row costs time with several. The other is
-# the arithmetic, which takes the time itself once there are enough rows; a CPU has little of it to spare. A GPU has far
-# more arithmetic for each byte it reads and can follow the dashed line much further.
+# Now your machine's clock. It times the model twice: with the weights as torch stores them, and *packed*, that is,
+# rearranged once into the order in which the CPU's kernel reads them (`qwen/packed.py`; a large model loaded on a CPU is
+# packed from the start). The dashed line is the prediction: what the bytes take at your memory's speed plus what the
+# arithmetic takes at your processor's, both just measured.
+#
+# **Predict:** where does the packed model leave the straight line of "16 rows, 16 times the tokens"?
+
+# %% tags=["nbval-ignore-output"]
+batches = [1, 2, 4, 8, 16]
+
+def tokens_a_second():
+    return [batch / measure.decode_seconds(wide, measure.unequal(batch, 32), steps=3) for batch in batches]
+
+stored = tokens_a_second()
+pack(wide)
+packed = tokens_a_second()
+speeds = measure.bandwidth(megabytes=256), measure.matmul_peak(size=1024)       # bytes/s, FLOP/s
+costs = [roofline.total(roofline.step_cost(wide_config, batch, 32)) for batch in batches]
+predicted = [batch / cost.seconds(*speeds)[1] for batch, cost in zip(batches, costs)]
+figure, ax = plt.subplots()
+figures.throughput(ax, batches, {"packed": packed, "as stored": stored}, predicted, "tokens a second", name="predicted")
+figures.show(figure, f"Tokens a second at {batches} rows: packed {[round(s) for s in packed]}, as stored "
+                     f"{[round(s) for s in stored]}, predicted {[round(s) for s in predicted]}.")
+print(f"memory {speeds[0] / 1e9:.0f} GB/s, arithmetic {speeds[1] / 1e9:.0f} GFLOP/s")
+print(f"16 rows make {packed[-1] / packed[0]:.1f} times the tokens of one row packed, {stored[-1] / stored[0]:.1f} as stored")
+
+# %% [markdown]
+# The counts promise nearly a factor of the batch size. Two things can keep a curve below it. One is how the kernel reads
+# the weights: chapter 01 shows that a layout made for a single row costs time with several. The other is the arithmetic,
+# which takes the time itself once there are enough rows; a CPU has little of it to spare, and the prediction knows. A GPU
+# has far more arithmetic for each byte it reads and goes on much further. `make bench` runs this for the whole 0.8B shape.
 #
 # ## Something to play with
 #
