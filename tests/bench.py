@@ -9,6 +9,7 @@ import gc
 import platform
 import resource
 import time
+import warnings
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -175,7 +176,7 @@ def peak() -> int:
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (bf16 there, without the library's run in fp32)")
+    parser.add_argument("--device", default="cpu", help="cpu (fp32, then bf16) or cuda (bf16)")
     parser.add_argument("--without-library", action="store_true", help="leave transformers out")
     options = parser.parse_args()
     device, started = options.device, time.time()
@@ -190,6 +191,7 @@ def main():
     if not options.without_library:
         import transformers
         transformers.logging.set_verbosity_error()
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")      # its cache argument is being renamed
         print(f"library: transformers {transformers.__version__}")
         library = library_model(model)
     pack(model)
