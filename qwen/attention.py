@@ -58,15 +58,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x, cos, sin, slots, state, layer: int):
-        batch, tokens, _ = x.shape
+    def forward(self, x, call, state, layer: int):
         # q_proj's rows are [query, gate] head by head: split inside each head, not down the middle
-        q, gate = self.q_proj(x).view(batch, tokens, self.heads, 2 * self.head_dim).chunk(2, -1)
-        k = self.k_proj(x).view(batch, tokens, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(batch, tokens, self.kv_heads, self.head_dim)
-        q = rotate(self.q_norm(q).transpose(1, 2), cos, sin)              # (B, Hq, T, D)
-        k = rotate(self.k_norm(k).transpose(1, 2), cos, sin)              # (B, Hkv, T, D)
-        keys, values = state.append(layer, k, v.transpose(1, 2), slots)   # (B, Hkv, S, D)
-        out = attend(q, keys, values, visible(slots, keys.shape[2]))      # (B, Hq, T, D)
-        out = out.transpose(1, 2) * gate.sigmoid()                        # (B, T, Hq, D)
+        q, gate = self.q_proj(x).unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, -1)
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        q, k, v = (call.box(t).transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))
+        q, k = rotate(q, call.cos, call.sin), rotate(k, call.cos, call.sin)     # (B, Hq, T, D), (B, Hkv, T, D)
+        keys, values = state.append(layer, k, v, call.slots)              # (B, Hkv, S, D)
+        out = attend(q, keys, values, visible(call.slots, keys.shape[2]))       # (B, Hq, T, D)
+        out = call.flat(out.transpose(1, 2)) * gate.sigmoid()             # (B, T, Hq, D)
         return self.o_proj(out.flatten(2))

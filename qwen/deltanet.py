@@ -104,9 +104,10 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
 
-    def forward(self, x, before, mask, state, layer: int):
-        batch, tokens, _ = x.shape
-        qkv, state.conv[layer] = short_conv(self.in_proj_qkv(x), state.conv[layer], self.conv1d.weight, before)
+    def forward(self, x, call, state, layer: int):
+        qkv = call.box(self.in_proj_qkv(x))                               # (B, T, C)
+        qkv, state.conv[layer] = short_conv(qkv, state.conv[layer], self.conv1d.weight, call.before)
+        batch, tokens, _ = qkv.shape
         keys = self.key_heads * self.key_dim
         q, k, v = qkv.float().split([keys, keys, self.value_heads * self.value_dim], -1)
         q = l2norm(q.view(batch, tokens, self.key_heads, self.key_dim)) * self.key_dim ** -0.5
@@ -114,7 +115,8 @@ class GatedDeltaNet(nn.Module):
         v = v.view(batch, tokens, self.value_heads, self.value_dim)
         if self.value_heads > self.key_heads:                             # each key head serves several value heads
             q, k = (t.repeat_interleave(self.value_heads // self.key_heads, 2) for t in (q, k))
-        g, beta = gates(self.in_proj_a(x), self.in_proj_b(x), self.A_log, self.dt_bias, mask)
+        a, b = call.box(self.in_proj_a(x)), call.box(self.in_proj_b(x))
+        g, beta = gates(a, b, self.A_log, self.dt_bias, call.mask)
 
         S = state.recurrent[layer]                                        # (B, Hv, Dk, Dv)
         if tokens == 1:
@@ -123,6 +125,6 @@ class GatedDeltaNet(nn.Module):
             q, k, v, g, beta = (t.transpose(1, 2) for t in (q, k, v, g, beta))   # (B, H, T, …)
             out, state.recurrent[layer] = delta_rule_chunks(q, k, v, g, beta, S)
             out = out.transpose(1, 2)
-        z = self.in_proj_z(x).view(batch, tokens, self.value_heads, self.value_dim)
-        out = self.norm(out, z)                                           # (B, T, Hv, Dv)
+        z = self.in_proj_z(x).unflatten(-1, (self.value_heads, self.value_dim))
+        out = self.norm(call.flat(out), z)                                # (B, T, Hv, Dv)
         return self.out_proj(out.flatten(2))

@@ -26,7 +26,7 @@ class Layer(nn.Module):
         """call: this call's `model.Call`, the same for every layer."""
         h = self.input_layernorm(x)
         if self.kind == FULL:
-            x = x + self.self_attn(h, call.cos, call.sin, call.slots, state, self.index)
+            x = x + self.self_attn(h, call, state, self.index)
         else:
-            x = x + self.linear_attn(h, call.before, call.mask, state, self.index)
+            x = x + self.linear_attn(h, call, state, self.index)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -28,6 +28,19 @@ class Call:
     before: torch.Tensor                                    # (B, T+1, K-1) inputs each token's convolution reads
     cos: torch.Tensor                                       # (B, 1, T, rotary_dim)
     sin: torch.Tensor
+    ragged: bool = False                                    # the layers' x holds real tokens only, (1, N, hidden)
+
+    def box(self, x):
+        """What the layers hand to the token mixers, as rows: (1, N, …) -> (B, T, …) when ragged, zeros at pads."""
+        if not self.ragged:
+            return x
+        out = x.new_zeros(*self.mask.shape, *x.shape[2:])
+        out[self.mask] = x[0]
+        return out
+
+    def flat(self, x):
+        """The way back: (B, T, …) -> (1, N, …) when ragged."""
+        return x[self.mask][None] if self.ragged else x
 
 
 class Model(nn.Module):
@@ -92,20 +105,44 @@ class Model(nn.Module):
         any work, for ids, masks or states that do not fit.
         """
         ids, mask = self._check(ids, state, mask)
-        batch, tokens = ids.shape
+        x = self._layers(ids, mask, state)                                # (B, T, hidden)
+        if last_only:
+            last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)
+            x = x[torch.arange(len(x), device=x.device), last, None]     # (B, 1, hidden)
+        return self._logits(x)
+
+    def ragged(self, ids, cu_seqlens, state=None):
+        """The same step without a pad in any projection: rows of unequal length laid end to end.
+
+        ids (N,) integers; cu_seqlens (B+1,): row r's new tokens are ids[cu_seqlens[r]:cu_seqlens[r+1]] (none is
+        allowed); state as in `forward` -> logits (N, vocab). Only inside attention and DeltaNet, where a token
+        meets others of its row, the rows are put into a box; all weights see the N real tokens alone.
+        Raises ValueError for offsets that do not fit the ids.
+        """
+        lengths = torch.as_tensor(cu_seqlens).diff()
+        if ids.dim() != 1 or len(lengths) == 0 or cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] != len(ids):
+            raise ValueError(f"cu_seqlens {torch.as_tensor(cu_seqlens).tolist()} does not cut {tuple(ids.shape)} ids into rows, "
+                             f"expected offsets that rise from 0 to their number")
+        mask = torch.arange(int(lengths.max()))[None] < lengths.cpu()[:, None]      # (B, T), real tokens first
+        box = torch.zeros(mask.shape, dtype=torch.int64)
+        box[mask] = ids.cpu().long()
+        box, mask = self._check(box, state, mask)
+        return self._logits(self._layers(box, mask, state, ragged=True))[0]
+
+    def _layers(self, ids, mask, state, ragged: bool = False):
         if state is None:
-            state = cache.State(self, batch, max_len=min(tokens, self.config.max_position_embeddings))
+            state = cache.State(self, len(ids), max_len=min(ids.shape[1], self.config.max_position_embeddings))
         slots = cache.slot_mapping(mask, state.length)
         state.reserve(slots)
         call = Call(mask, slots, deltanet.window_index(mask, self.config.linear_conv_kernel_dim),
-                    *rope.angles(rope.positions(slots), self.config.rotary_dim, self.config.rope_theta))
-        x = self.embed_tokens(ids)                                        # (B, T, hidden)
+                    *rope.angles(rope.positions(slots), self.config.rotary_dim, self.config.rope_theta), ragged)
+        x = self.embed_tokens(ids[mask][None] if ragged else ids)         # (B, T, hidden), ragged (1, N, hidden)
         for layer in self.layers:
             x = layer(x, call, state)
         state.advance(slots)
-        if last_only:
-            last = (mask * torch.arange(tokens, device=mask.device)).amax(1)
-            x = x[torch.arange(batch, device=x.device), last, None]      # (B, 1, hidden)
+        return x
+
+    def _logits(self, x):
         return (self.lm_head or self.embed_tokens.logits)(self.norm(x))
 
     def check_prompts(self, prompts, max_new_tokens: int = 0):

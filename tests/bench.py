@@ -9,7 +9,6 @@ import gc
 import platform
 import resource
 import time
-import warnings
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -73,7 +72,7 @@ class Library:
     def __call__(self):
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
         self.out = self.model(self.out.logits.argmax(-1), attention_mask=self.mask, use_cache=True, logits_to_keep=1,
-                              past_key_values=self.out.past_key_values)
+                              cache=self.out.cache)
 
 
 def alternate(runs, steps=STEPS):
@@ -191,7 +190,6 @@ def main():
     if not options.without_library:
         import transformers
         transformers.logging.set_verbosity_error()
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")      # its cache argument is being renamed
         print(f"library: transformers {transformers.__version__}")
         library = library_model(model)
     pack(model)

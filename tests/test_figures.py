@@ -40,7 +40,17 @@ def test_kept_pictures_stand_on_a_card_and_carry_their_words(name):
     desc = root.find(f"{SVG}desc")
     assert len(desc.text) > 100 and root.get("aria-labelledby") == desc.get("id") and root.get("role") == "img"
     assert root.find(f".//{SVG}g[@id='patch_1']/{SVG}path").get("style") == f"fill: {figures.CARD}"
-    assert sorted(path.stem for path in figures.FOLDER.glob("*.svg")) == sorted(figures.PICTURES)
+
+
+def test_figures_holds_nothing_else():
+    """batch_gain.svg is drawn by `make bench`, from what it measured."""
+    assert {path.stem for path in figures.FOLDER.glob("*.svg")} - {"batch_gain"} == set(figures.PICTURES)
+
+
+def test_batch_gain_says_what_it_shows():
+    speeds = {1: 7.0, 4: 25.0, 16: 60.0}
+    drawn = figures.svg(*figures.batch_gain("a machine", speeds, {1: 4.0}, {n: (2 * s, s) for n, s in speeds.items()}))
+    assert "16 rows 60" in drawn and "transformers: 1 rows 4" in drawn and "a machine" in drawn
 
 
 def test_main_writes_the_same_bytes(tmp_path, monkeypatch):

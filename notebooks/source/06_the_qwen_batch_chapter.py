@@ -468,9 +468,10 @@ figures.show(figure, f"Percent of the norm of S left after 100 pads, a row for e
 # %%
 forward = deltanet.GatedDeltaNet.forward
 
-def zeroed_input(layer, x, before, mask, state, index):
-    before = straight_window(mask, before.shape[-1] + 1)                        # hidden from nothing else
-    return forward(layer, x * mask[..., None], before, torch.ones_like(mask), state, index)
+def zeroed_input(layer, x, call, state, index):
+    everyone = torch.ones_like(call.mask)                                       # hidden from nothing else
+    blind = replace(call, mask=everyone, before=straight_window(call.mask, call.before.shape[-1] + 1))
+    return forward(layer, x * call.mask[..., None], blind, state, index)
 
 BREAKS["input zeroed"] = (deltanet.GatedDeltaNet, "forward", zeroed_input)
 

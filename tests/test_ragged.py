@@ -1,0 +1,76 @@
+"""Rows laid end to end give what the padded box gives, and what each row gives alone."""
+import pytest
+import torch
+from helpers import far, random_model, tokens
+from hypothesis import given, settings, strategies as st
+
+from qwen.batch import pad_left
+from qwen.cache import State
+from qwen.model import Model
+from qwen.weights import SHIPPED
+
+MODELS = {"shipped": Model.from_pretrained(SHIPPED, device="cpu", dtype=torch.float32),
+          "grouped": random_model(seed=1), "one KV head": random_model(seed=2, num_key_value_heads=1, tie_word_embeddings=False)}
+
+
+def lay(seqs):
+    """Flat ids (N,) and offsets (B + 1,)."""
+    return torch.tensor(sum(seqs, []), dtype=torch.int64), torch.tensor([0, *map(len, seqs)]).cumsum(0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.one_of(st.integers(1, 8), st.integers(1, 300)), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_ragged_padded_and_solo_agree(name, lengths, seed):
+    model, seqs = MODELS[name], tokens(seed, *lengths)
+    ids, offsets = lay(seqs)
+    flat = model.ragged(ids, offsets)
+    box, mask = pad_left(seqs)
+    padded = model(box, mask=mask)
+    for row, seq in enumerate(seqs):
+        solo, part = model(torch.tensor([seq]))[0], flat[offsets[row]:offsets[row + 1]]
+        assert far(part, solo) <= 1 and far(padded[row, -len(seq):], solo) <= 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_of_any_shape_with_a_state(name):
+    """A prompt beside decode tokens beside a row that brings nothing; then a padded call on the same state."""
+    model, seqs = MODELS[name], tokens(3, 90, 7, 5)
+    state, seen = State(model, 3), [0, 0, 0]
+    for call in ([70, 5, 0], [1, 1, 3], [18, 0, 1]):
+        parts = [seq[start:start + n] for seq, start, n in zip(seqs, seen, call)]
+        ids, offsets = lay(parts)
+        flat = model.ragged(ids, offsets, state)
+        seen = [start + n for start, n in zip(seen, call)]
+        for row, n in enumerate(call):
+            if n:
+                solo = model(torch.tensor([seqs[row][:seen[row]]]))[0, -n:]
+                assert far(flat[offsets[row]:offsets[row + 1]], solo) <= 1
+        assert state.length.tolist() == seen
+    ids, mask = pad_left([seq[start:] or seq[-1:] for seq, start in zip(seqs, seen)])
+    mask[[row for row, (seq, start) in enumerate(zip(seqs, seen)) if start == len(seq)]] = False
+    logits = model(ids, state, mask, last_only=True)
+    for row, seq in enumerate(seqs):
+        if seen[row] < len(seq):
+            assert far(logits[row, -1], model(torch.tensor([seq]), last_only=True)[0, -1]) <= 1
+
+
+def test_no_pad_goes_through_a_projection():
+    model, seen = MODELS["grouped"], set()
+    hooks = [m.register_forward_hook(lambda m, args, out: seen.add(args[0].shape[:-1].numel()))
+             for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    model.ragged(*lay(tokens(0, 100, 5)))
+    for hook in hooks:
+        hook.remove()
+    assert seen == {105}
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 4, 3], [0], [0, 3, 2, 3]])
+def test_offsets_that_do_not_fit(offsets):
+    with pytest.raises(ValueError, match="cu_seqlens .* does not cut"):
+        MODELS["grouped"].ragged(torch.tensor([1, 2, 3]), torch.tensor(offsets))
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_row():
+    with pytest.raises(ValueError, match="row 1 holds token 64"):
+        MODELS["grouped"].ragged(torch.tensor([1, 2, 64]), torch.tensor([0, 2, 3]))
