@@ -34,7 +34,8 @@ from qwen.weights import find_model
 from qwen.widgets import play
 
 figures.setup()
-path = find_model()                                             # or find_model("Qwen/Qwen3.5-0.8B"), see the end
+# or find_model("Qwen/Qwen3.5-0.8B"), see the end
+path = find_model()
 model = Model.from_pretrained(path, device="cpu", dtype=torch.float32)
 chat = Chat(model, path)
 print(f"{model.num_parameters:,} parameters, a vocabulary of {model.config.vocab_size:,} tokens")
@@ -467,10 +468,9 @@ figures.show(figure, f"Percent of the norm of S left after 100 pads, a row for e
 
 # %%
 forward = deltanet.GatedDeltaNet.forward
-
 def zeroed_input(layer, x, call, state, index):
-    everyone = torch.ones_like(call.mask)                                       # hidden from nothing else
-    blind = replace(call, mask=everyone, before=straight_window(call.mask, call.before.shape[-1] + 1))
+    before = straight_window(call.mask, call.before.shape[-1] + 1)              # hidden from nothing else
+    blind = replace(call, mask=torch.ones_like(call.mask), before=before)
     return forward(layer, x * call.mask[..., None], blind, state, index)
 
 BREAKS["input zeroed"] = (deltanet.GatedDeltaNet, "forward", zeroed_input)
