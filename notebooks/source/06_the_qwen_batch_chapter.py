@@ -34,8 +34,7 @@ from qwen.weights import find_model
 from qwen.widgets import play
 
 figures.setup()
-# or find_model("Qwen/Qwen3.5-0.8B"), see the end
-path = find_model()
+path = find_model()                                             # or another model, see the end
 model = Model.from_pretrained(path, device="cpu", dtype=torch.float32)
 chat = Chat(model, path)
 print(f"{model.num_parameters:,} parameters, a vocabulary of {model.config.vocab_size:,} tokens")
