@@ -277,7 +277,56 @@ def batch_gain(machine, ours, library, predicted):
                     f"near the band that the roofline predicts." + (f" transformers: {other}." if other else ""))
 
 
-PICTURES = {"one_trip": one_trip}                           # file name in figures/ -> its drawing function
+def attention_grid(ax, history, new, names=("A", "B", "C", "D"), title=""):
+    """Who may look at whom in one step: a line for each new token's query, a column for each key, user by user.
+
+    history, new: each user's token counts. A 1 in the user's colour is allowed, a hatched cell is a later token of the
+    same user (computed and masked), an empty one another user's key (never computed). Returns the number of each.
+    """
+    counts = {"allowed": 0, "masked": 0, "other": 0}
+    lines = [(user, h + i, i + 1) for user, (h, n) in enumerate(zip(history, new)) for i in range(n)]
+    keys = [(user, k) for user, (h, n) in enumerate(zip(history, new)) for k in range(h + n)]
+    for r, (user, position, number) in enumerate(lines):
+        ax.text(-0.25, -r - 0.5, f"{names[user]}{number} (q{position})", ha="right", va="center")
+        for c, (owner, k) in enumerate(keys):
+            kind = "other" if owner != user else "allowed" if k <= position else "masked"
+            counts[kind] += 1
+            box(ax, c, -r - 1, {"other": "plain", "allowed": names[user], "masked": "masked"}[kind],
+                "1" if kind == "allowed" else "")
+    for c, (_, k) in enumerate(keys):
+        ax.text(c + 0.5, 0.15, f"k{k}", ha="center", va="bottom", fontsize=9)
+    column, line = 0, 0
+    for h, n in list(zip(history, new))[:-1]:
+        column, line = column + h + n, line + n
+        ax.plot([column] * 2, [-len(lines), 0], color=INK, linewidth=3)
+        ax.plot([0, len(keys)], [-line] * 2, color=INK, linewidth=3)
+    bare(ax)
+    ax.set_title(title, pad=24)
+    return counts
+
+
+def two_per_user():
+    """Two users with 3 history tokens and 2 new ones each, as a grid: (figure, its alternative text)."""
+    figure, ax = plt.subplots(figsize=(7.5, 3.6))
+    attention_grid(ax, [3, 3], [2, 2])
+    for start, name in ((0, "A"), (5, "B")):
+        ax.text(start + 2.5, 1.4, f"User {name}'s keys", ha="center", va="bottom", weight="bold")
+        ax.text(start + 1.5, 0.75, "history", ha="center", va="bottom", fontsize=9)
+        ax.text(start + 4, 0.75, "new", ha="center", va="bottom", fontsize=9)
+    for y, meaning, mark, words in ((-0.9, "A", "1", "allowed"), (-2.1, "masked", "", "later token:\nmasked"),
+                                    (-3.6, "plain", "", "other user:\nnot computed")):
+        box(ax, 11, y, meaning, mark)
+        ax.text(12.3, y + 0.5, words, va="center", fontsize=10)
+    ax.set_xlim(-2.5, 16)
+    ax.set_ylim(-4.1, 2.2)
+    return figure, (
+        "A grid of 4 queries by 10 keys. Queries A1 and A2 of user A, at positions 3 and 4, B1 and B2 of user B likewise. "
+        "Each user's keys are 3 history keys k0 to k2 and 2 new ones, k3 and k4. A1 sees A's k0 to k3, A2 sees A's k0 to "
+        "k4, B1 and B2 the same of B's keys. The one later key of A1 and of B1 is masked; the two blocks where a user "
+        "would meet the other user's keys are empty and need not be computed.")
+
+
+PICTURES = {"one_trip": one_trip, "two_per_user": two_per_user}  # file name in figures/ -> its drawing function
 
 
 def svg(figure: Figure, alt: str) -> str:

@@ -10,7 +10,7 @@
 # machine's clock.
 #
 # It runs in about 10 seconds on two cores and needs nothing but this repository: matrix multiplication, a little torch,
-# no GPU. Several cells ask for a prediction. The outputs are already below them: to predict honestly, choose
+# no GPU. Words and symbols of the whole series stand in the [glossary](GLOSSARY.md). Several cells ask for a prediction. The outputs are already below them: to predict honestly, choose
 # *Edit > Clear Outputs of All Cells* first.
 
 # %%
@@ -570,5 +570,5 @@ _ = check("01.5", trips)
 # `max_num_batched_tokens`; `max_num_seqs` limits the users in a step. SGLang's names are `--chunked-prefill-size` (a
 # limit on the prefill rows of a step) and `--max-running-requests`.
 #
-# **Next:** [06 The Qwen batch chapter](06_the_qwen_batch_chapter.ipynb) runs four real prompts of unequal length through
-# the whole model at once. (02 to 05 are not written yet.)
+# **Next:** [02 Batched attention with bmm](02_batched_attention_with_bmm.ipynb): the one part of a step in which users share
+# nothing.

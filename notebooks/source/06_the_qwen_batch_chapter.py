@@ -10,7 +10,7 @@
 # to tell a leak from harmless rounding.
 #
 # It runs in about fifteen seconds on two cores and needs nothing but this repository. The model is small and ships with
-# it. Several cells ask for a prediction. The outputs are already below them: to predict honestly, choose
+# it. Words and symbols stand in the [glossary](GLOSSARY.md). Several cells ask for a prediction. The outputs are already below them: to predict honestly, choose
 # *Edit > Clear Outputs of All Cells* first.
 
 # %%
