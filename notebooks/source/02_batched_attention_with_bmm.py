@@ -4,7 +4,7 @@
 # A weight matrix treats every row alike, so ten users share one trip of it. Attention does not: each user looks back at
 # their *own* past. Can it be batched all the same, and does the batch still save anything?
 #
-# It can, with one call (`bmm`), and it saves no bytes at all. At the end of this chapter you can write the attention of
+# It can, with one call (`bmm`), but batching the look back saves no bytes of keys and values. At the end of this chapter you can write the attention of
 # a decode step on paper for two users, do it in one line of torch, name three ways in which users get mixed up without
 # an error, and count what the batch shares and what it never shares.
 #
@@ -119,7 +119,7 @@ assert attention_scores[:, 0].tolist() == scores    # the loop's, to the last bi
 
 # %% [markdown]
 # From here on the letters of the [glossary](GLOSSARY.md): $B$ users in the batch, $T$ new tokens each (here 1), $S$ keys
-# each (here 4), $D$ numbers in a query or key.
+# each (here 4), $D$ numbers in a query or key. (With one head, $D$ is the $d$ of the cells above.)
 #
 # `einsum` says the same with one letter for each dimension. A letter in both inputs **and** in the output goes in step
 # (`b`: user with user). A letter in both inputs but not in the output is multiplied and added up (`d`). A letter in one
@@ -210,18 +210,18 @@ def flattened(q, k, v):
 
 weights = (Q_3D.flatten(0, 1) @ K_cache.flatten(0, 1).T / 2 ** 0.5).softmax(-1)        # (B·T, B·S)
 fig, ax = plt.subplots(figsize=(8, 2.4))
-shown = [[f"{w:.2f}" for w in row] for row in weights.tolist()]
 legal = [["A"] * 4 + ["wrong"] * 4, ["wrong"] * 4 + ["B"] * 4]
+shown = [[f"{w:.2f}" + " ✗" * (c == "wrong") for w, c in zip(*row)] for row in zip(weights.tolist(), legal)]
 figures.matrix(ax, shown, "Flattened: each query's weights over all eight keys", colors=legal,
                rows=["query of A", "query of B"], columns=[f"{u}{s}" for u in "AB" for s in range(4)])
 figures.show(fig, f"Weights of A's and B's query over the keys A0 to A3 and B0 to B3: {shown}. "
-                  "The orange ones lie on the other user's keys.")
+                  "Those marked ✗ lie on the other user's keys.")
 for name, row in zip("AB", flattened(Q_3D, K_cache, V_cache)[:, 0].tolist()):
     print(f"output of {name}: {row[0]:.2f}, share that came from B: {row[1]:.0%}")
 
 # %% [markdown]
 # More than half of A's answer is B's conversation. It is a leak between two customers, and nothing raised an error. To
-# flatten is allowed only with a mask over the orange half, or with offsets that tell a kernel where each user starts:
+# flatten is allowed only with a mask over the cells marked ✗, or with offsets that tell a kernel where each user starts:
 # chapters 03 and 04.
 #
 # **Wrong version 2: reshape where it should be transpose.** A cache is often written step by step: every step adds one
@@ -280,7 +280,8 @@ for function in (attend, flattened, reshaped, swapped):
     print(f"{function.__name__:10} B's share in A {share[0]:4.0%}, in B {share[1]:4.0%}; leaks into {leaks(function)}")
 
 # %% [markdown]
-# The last one is the mildest bug and the worst leak: one user leaves the batch, the rows move up, the caches do not.
+# The last one is the smallest slip and the worst leak. For example, one user leaves the batch, the rows move up, the
+# caches do not.
 # Every per-user tensor has to move together (`qwen/cache.py`, `select`).
 #
 # ## What the batch does not share
@@ -347,7 +348,7 @@ for users in (1, 2, 4, 10, 64):
 # %% [markdown]
 # $W$ is the same for everybody: one trip, and a user's share shrinks. A key is of use to exactly one user's query, so no
 # order of loops can share its trip. **The batch divides the weights' bytes by the users; it never divides the cache's.**
-# `bmm` saves launches and Python loops, not bytes. Here is a step of one to four users, drawn from the counter:
+# `bmm` saves calls and Python loops, not bytes. Here is a step of one to four users, drawn from the counter:
 
 # %%
 fig, ax = plt.subplots(figsize=(8.5, 2.8))

@@ -6,8 +6,9 @@
 #
 # Two rules do, and they are enforced in quite different ways. At the end of this chapter you can draw who may look at
 # whom for any number of users, history and new tokens. You can say why projections need no mask and attention needs one,
-# and see that prefill, chunked prefill and speculative verification are the same picture in other sizes. You also
-# run a small speculative decoder, and see what a refused draft leaves behind.
+# and see that reading a prompt, whole or in pieces, and checking guesses are the same picture in other sizes. You also
+# run a small speculative decoder: it guesses tokens ahead (*drafts*), checks them in one step, and you see what a refused
+# guess leaves behind.
 #
 # It runs in about five seconds on two cores and needs nothing but this repository. Words and symbols are listed in the
 # [glossary](GLOSSARY.md). Several cells ask for a prediction. The outputs are already below them: to predict honestly,
@@ -126,7 +127,7 @@ figures.show(*figures.two_per_user())
 
 # %% [markdown]
 # Read the first line: A1 stands at position 3. It sees A's history and itself, not A2 at position 4, and nothing of B's.
-# The two rules leave different *fingerprints*. **Predict** which cells each of them forbids before you count:
+# The two rules leave different *fingerprints*. Which cells does each one alone forbid? Count in the picture, then run:
 
 # %%
 def count(cells):
@@ -307,8 +308,9 @@ for name, seen in (("causal mask", mask), ("no mask (wrong)", everything)):
 #
 # ## The same picture in other sizes
 #
-# Nothing above needs the number two. With H history tokens and T new ones a user's block is T × (H + T), the triangle
-# in its last T columns. Equivalently: **the last T lines of the full causal triangle**, aligned at the bottom right.
+# Nothing above needs the number two. With $h$ history tokens and $T$ new ones a user's block is $T \times S$ with
+# $S = h + T$, the triangle in its last $T$ columns. Equivalently: **the last $T$ lines of the full causal triangle**,
+# aligned at the bottom right.
 
 # %%
 def causal_mask(history, new):
@@ -323,8 +325,8 @@ out = F.scaled_dot_product_attention(q5, q5, q5, attn_mask=full)
 for new in (1, 3):
     step = F.scaled_dot_product_attention(q5[:, -new:], q5, q5, attn_mask=causal_mask(5 - new, new))
     top_left = F.scaled_dot_product_attention(q5[:, -new:], q5, q5, is_causal=True)      # wrong: aligned top-left
-    print(f"{new} new against 5 keys: equal to the full forward {torch.allclose(step, out[:, -new:])}, "
-          f"is_causal=True {torch.allclose(top_left, out[:, -new:])}")
+    print(f"{new} new against 5 keys, equal to the full forward: our mask {torch.allclose(step, out[:, -new:])}, "
+          f"is_causal {torch.allclose(top_left, out[:, -new:])} (wrong)")
 
 # %% [markdown]
 # torch's `is_causal=True` puts the triangle at the top left: with history in the cache it hides the past.
@@ -369,8 +371,8 @@ controls
 # ## On the real thing: a prompt in uneven chunks
 #
 # Load the shipped model, a toy of the real architecture (Qwen3.5) that has learned some answers by heart. Its mask is
-# `visible` in `qwen/attention.py`: a key's slot in the cache against the query's own slot. It comes per user, so
-# unequal histories need no pad column.
+# `visible` in `qwen/attention.py`: a key's slot in the cache against the query's own slot. It comes per user. B, one token
+# shorter, has an unused slot at the *end* instead of a pad in front, and the same comparison hides it.
 
 # %%
 path = find_model()
@@ -600,6 +602,10 @@ for name, answer, right in zip(QUESTIONS, broken, alone):
     assert answer != right
 
 # %% [markdown]
+# A's first refusal comes after *France*. That step still gives the right ` is`: the model says it before it has read a
+# refused draft. The next step starts from the spoilt state. Its first token, a space, survives by luck; the one after it
+# does not. No error was raised.
+#
 # ## Your turn
 #
 # Replace the dots, run the cell, and `check` tells you at once.
@@ -706,7 +712,7 @@ _ = check("04.5", processed)
 # ## In an interview
 #
 # > Projections work row by row, so any mix of users and tokens shares them without a mask. Attention has two rules: the
-# > layout (a batch dimension, or flat buffers with `cu_seqlens`) keeps users apart and saves the cross-user blocks; a causal
+# > layout (a batch dimension, or flat buffers with `cu_seqlens`) keeps users apart and never computes the cross-user blocks; a causal
 # > mask aligned at the bottom right hides later new tokens, and history is never masked. Prefill, chunked prefill, decode
 # > and speculative verification differ only in how many history and new tokens a row has, and refused drafts must be undone,
 # > which for a recurrent state takes a snapshot.

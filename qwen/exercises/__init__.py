@@ -112,7 +112,7 @@ class Function:
             try:
                 got.append(answer(*deepcopy(call)))
             except (Exception, SystemExit) as error:
-                return f"Your function raised {type(error).__name__} when called with {call}."
+                return f"Your function raised {type(error).__name__} ({error}) when called with {call}."
         if all(result is ... for result in got):
             return UNTOUCHED
         if all(result is None for result in got):
