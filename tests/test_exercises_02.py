@@ -1,20 +1,15 @@
 """Chapter 02's exercises: untouched, right, differently right, and the wrong answers that tempt; and its slider's function."""
 import ast
 import math
-import re
-from pathlib import Path
 
-import jupytext
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 
-from qwen.exercises import check
+from chapter_exercises import cells, exercise_tests
 from qwen.exercises.ch02 import EXERCISES
 
-SOURCE = Path(__file__).resolve().parent.parent / "notebooks" / "source" / "02_batched_attention_with_bmm.py"
-CELLS = jupytext.read(SOURCE, fmt="py:percent").cells
+CELLS = cells("02")
 
 
 def scores_by_loop(q, k):
@@ -68,47 +63,13 @@ WRONG = {
 }
 
 
-def test_every_exercise_is_tried_and_stands_in_the_chapter():
-    asked = re.findall(r'^_ = check\("(02\.\d)"', "\n".join(cell.source for cell in CELLS if cell.cell_type == "code"), re.M)
-    assert list(EXERCISES) == list(RIGHT) == list(WRONG) == asked
-
-
-@pytest.mark.parametrize("name, answer", [(name, answer) for name, answers in RIGHT.items() for answer in answers])
-def test_right(name, answer, capsys):
-    assert check(name, answer) is True
-    assert capsys.readouterr().out == f"{name}: right.\n"
-
-
-@pytest.mark.parametrize("name, answer, hint", [(name, *pair) for name, pairs in WRONG.items() for pair in pairs])
-def test_wrong_answers_get_their_hint(name, answer, hint, capsys):
-    assert check(name, answer) is False
-    out = capsys.readouterr().out
-    assert out.startswith(f"{name}: ") and hint in out and out.count("\n") == 1, out
+globals().update(exercise_tests("02", RIGHT, WRONG))
 
 
 def test_no_two_wrong_answers_share_a_value():
     for name in ("02.1", "02.2", "02.4", "02.5"):
         wrong = [str(value) for value, _ in EXERCISES[name].slips]
         assert len(wrong) == len(set(wrong)), name
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_untouched(name, capsys):
-    cell = next(cell.source for cell in CELLS if cell.cell_type == "code" and f'check("{name}"' in cell.source)
-    exec(cell, {"check": check})
-    out = capsys.readouterr().out
-    assert out.startswith(f"{name}: not answered yet") and out.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_the_folded_solution_is_right(name, capsys):
-    text = next(cell.source for cell in CELLS if cell.cell_type == "markdown" and f"**{name}**" in cell.source)
-    code = re.search(r"<summary>Solution</summary>.*?```python\n(.*?)```", text, re.S)[1]
-    names = {}
-    exec(code, names)
-    (defined,) = [node.name if isinstance(node, ast.FunctionDef) else node.targets[0].id for node in ast.parse(code).body]
-    assert check(name, names[defined]) is True
-    assert capsys.readouterr().out == f"{name}: right.\n"
 
 
 def test_what_the_sliders_show():
