@@ -27,6 +27,7 @@ class State:
     row may reach (default: the model's context; the buffers then grow as needed).
     k, v: per full-attention layer (B, Hkv, S + 1, D); conv, recurrent: per linear layer (B, K-1, C) in the
     model's dtype and (B, Hv, Dk, Dv) in fp32. Slot S is a spare into which pads fall; it is never read.
+    A call that is broken off midway leaves its rows half updated: reset them, or restore them from a snapshot.
     """
 
     def __init__(self, model, batch: int = 1, max_len: int | None = None):

@@ -6,7 +6,8 @@ Weights are read once a step, whatever B is; keys, values and recurrent matrices
 """
 from dataclasses import dataclass
 
-LINEAR = "linear_attention"
+from qwen.config import LINEAR
+
 RECURRENT_BYTES = 4                                         # the recurrent matrix is fp32 whatever the weights are
 
 

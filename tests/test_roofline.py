@@ -1,4 +1,7 @@
 """The arithmetic of a step against the tensors and the products of a real one."""
+import subprocess
+import sys
+
 import pytest
 import torch
 from helpers import random_model, small_config
@@ -80,3 +83,8 @@ def test_seconds():
 def test_what_is_no_count(call, found):
     with pytest.raises(ValueError, match=found):
         step_cost(PUBLISHED, *call)
+
+
+def test_it_needs_no_torch():
+    code = "import qwen.roofline, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
