@@ -313,7 +313,7 @@ def two_per_user():
         ax.text(start + 2.5, 1.4, f"User {name}'s keys", ha="center", va="bottom", weight="bold")
         ax.text(start + 1.5, 0.75, "history", ha="center", va="bottom", fontsize=9)
         ax.text(start + 4, 0.75, "new", ha="center", va="bottom", fontsize=9)
-    for y, meaning, mark, words in ((-0.9, "A", "1", "allowed"), (-2.1, "masked", "", "later token:\nmasked"),
+    for y, meaning, mark, words in ((-0.9, "A", "1", "allowed (in the\nuser's colour)"), (-2.1, "masked", "", "later token:\nmasked"),
                                     (-3.6, "plain", "", "other user:\nnot computed")):
         box(ax, 11, y, meaning, mark)
         ax.text(12.3, y + 0.5, words, va="center", fontsize=10)
