@@ -1,18 +1,8 @@
 """Chapter 03's exercises: untouched, right, differently right, and the wrong answers that tempt."""
-import ast
-import re
-from pathlib import Path
-
-import jupytext
-import pytest
 import torch
 
+from chapter_exercises import exercise_tests
 from qwen.deltanet import window_index
-from qwen.exercises import check
-from qwen.exercises.ch03 import EXERCISES
-
-SOURCE = Path(__file__).resolve().parent.parent / "notebooks" / "source" / "03_padding_and_masks.py"
-CELLS = jupytext.read(SOURCE, fmt="py:percent").cells
 
 
 def waste_by_counting(lengths):
@@ -69,13 +59,16 @@ WRONG = {
         (lambda lengths: sum(lengths) ** 2 - sum(sum(range(n + 1)) for n in lengths), "do not meet"),
         (lambda lengths: sum(sum(range(n + 1)) for n in lengths), "useful scores"),
         (lambda lengths: len(lengths) * max(lengths) ** 2, "whole box"),
+        (lambda lengths: waste_by_counting(lengths) / (len(lengths) * max(lengths) ** 2), "share"),
+        (lambda lengths: sum(sum(range(n)) for n in lengths), "upper triangles of the real tokens"),
         (lambda lengths: 7, "Called with"),
     ],
     "03.2": [
         ([4, 4, 4, 4], "e^0 = 1"), ([5.25, 4, 4, 4], "no longer sum"), ([5.25, 4, 4, 3], "nothing is hidden"),
         ([5.25, 4, 5.25, 4], "three weights of 1/4"), ([5.25, 3, 5.25, 3], "weights of 1/3"), ([5.25, 3, 3, 3], "hidden by nothing"),
         ([4, 4, 4, 3], "in (a) and (c)"), ([0, 4, 0, 0], "all four weights are equal"), ([21, 12, 21, 12], "sums of values"),
-        ([0.25, 0, 0.25, 0], "pad's weights"), (5.25, "read the sentence"),
+        ([0.25, 0, 0.25, 0], "pad's weights"), ([5.25, 4, 3, 3], "before the softmax"),
+        ([5.25, 4, 3, 5.25], "exchanged"), ([5.25, 4, 3, 4], "not scaled up"), (5.25, "read the sentence"),
     ],
     "03.3": [                                               # cases 3, 4
         (lambda lengths, new: mask_in_torch(lengths, new, see_pads=True), "pads are visible"),
@@ -91,6 +84,11 @@ WRONG = {
         (lambda lengths, new: mask_in_torch(lengths, new).int(), "True and False"),
         (lambda lengths, new: mask_in_torch(lengths, new)[0], "one grid"),
         (lambda lengths, new: mask_in_torch(lengths, new).mT, "exchanged"),
+        (lambda lengths, new: [[[max(lengths) - n <= k <= n - new + q for k in range(max(lengths))] for q in range(new)]
+                               for n in lengths], "move it to the right"),
+        (lambda lengths, new: [[[max(lengths) - n <= k <= max(lengths) - new + q + 1 for k in range(max(lengths))]
+                                for q in range(new)] for n in lengths], "one key too many"),
+        (lambda lengths, new: torch.where(mask_in_torch(lengths, new), 0.0, -torch.inf), "float mask"),
         (lambda lengths, new: [], "Called with"),
     ],
     "03.4": [
@@ -103,7 +101,10 @@ WRONG = {
         (lambda cu_seqlens: torch.tensor(cu_seqlens).diff() - 1, "inside each row"),
         (lambda cu_seqlens: [last for last in last_by_slices(cu_seqlens) if last is not None], "move up"),
         (lambda cu_seqlens: [-1] * (len(cu_seqlens) - 1), "whole buffer"),
-        (lambda cu_seqlens: last_by_slices(cu_seqlens, empty=0), "Called with"),
+        (lambda cu_seqlens: last_by_slices(cu_seqlens, empty=-1), "last line, another row's"),
+        (lambda cu_seqlens: last_by_slices(cu_seqlens, empty=0), "Line 0"),
+        (lambda cu_seqlens: cu_seqlens[1:] - 1, "raised TypeError"),
+        (lambda cu_seqlens: last_by_slices(cu_seqlens, empty=99), "Called with"),
     ],
     "03.5": [                                               # case 9 and the input zeroed at pads
         (lambda inputs, real, t, kernel: window_loop(inputs, [True] * len(real), t, kernel), "pads and all"),
@@ -117,43 +118,11 @@ WRONG = {
         (lambda inputs, real, t, kernel: window_loop(inputs, real, len(inputs), kernel), "the future"),
         (lambda inputs, real, t, kernel: ([0] * 9 + [x for x, r in zip(inputs[:t], real) if r][:kernel - 1])[1 - kernel:], "slides"),
         (lambda inputs, real, t, kernel: window_loop(inputs, [not r for r in real], t, kernel), "kept the pads"),
+        (lambda inputs, real, t, kernel: window_loop(inputs[max(0, t + 1 - kernel):t], real[max(0, t + 1 - kernel):t], t, kernel),
+         "cut the window first"),
         (lambda inputs, real, t, kernel: [0] * (kernel - 1), "Called with"),
     ],
 }
 
 
-def test_every_exercise_is_tried_and_stands_in_the_chapter():
-    asked = re.findall(r'^_ = check\("(03\.\d)"', "\n".join(cell.source for cell in CELLS if cell.cell_type == "code"), re.M)
-    assert list(EXERCISES) == list(RIGHT) == list(WRONG) == asked
-
-
-@pytest.mark.parametrize("name, answer", [(name, answer) for name, answers in RIGHT.items() for answer in answers])
-def test_right(name, answer, capsys):
-    assert check(name, answer) is True
-    assert capsys.readouterr().out == f"{name}: right.\n"
-
-
-@pytest.mark.parametrize("name, answer, hint", [(name, *pair) for name, pairs in WRONG.items() for pair in pairs])
-def test_wrong_answers_get_their_hint(name, answer, hint, capsys):
-    assert check(name, answer) is False
-    out = capsys.readouterr().out
-    assert out.startswith(f"{name}: ") and hint in out and out.count("\n") == 1, out
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_untouched(name, capsys):
-    cell = next(cell.source for cell in CELLS if cell.cell_type == "code" and f'check("{name}"' in cell.source)
-    exec(cell, {"check": check})
-    out = capsys.readouterr().out
-    assert out.startswith(f"{name}: not answered yet") and out.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_the_folded_solution_is_right(name, capsys):
-    text = next(cell.source for cell in CELLS if cell.cell_type == "markdown" and f"**{name}**" in cell.source)
-    code = re.search(r"<summary>Solution</summary>.*?```python\n(.*?)```", text, re.S)[1]
-    names = {}
-    exec(code, names)
-    (defined,) = [node.name if isinstance(node, ast.FunctionDef) else node.targets[0].id for node in ast.parse(code).body]
-    assert check(name, names[defined]) is True
-    assert capsys.readouterr().out == f"{name}: right.\n"
+globals().update(exercise_tests("03", RIGHT, WRONG))

@@ -65,9 +65,13 @@ def bill(lengths, d=1024):
 
 
 lengths = {"A": 100, "B": 5}
-print(f"lengths {lengths}: {sum(lengths.values())} tokens in {2 * 100} places, {100 - 5} pads")
+total, places = sum(lengths.values()), len(lengths) * max(lengths.values())
+print(f"lengths {lengths}: {total} tokens in {places} places, {places - total} pads")
 for item, (needed, box) in bill(list(lengths.values())).items():
     print(f"{item:17} needed {needed:13,}   box {box:13,}   wasted {1 - needed / box:.1%}")
+square = sum(n * n for n in lengths.values())               # scores between real tokens, future ones too
+needed, box = (n // 4096 for n in bill(list(lengths.values()))["attention FLOPs"])  # 4 d a score
+print(f"of attention's scores: upper triangles {(square - needed) / box:.1%}, pads {1 - square / box:.1%}")
 assert bill([1, 1])["cache bytes"] == [8192, 8192] and bill([3, 1], d=1)["attention FLOPs"] == [28, 72]
 
 # %%
@@ -91,8 +95,11 @@ figures.show(fig, "Left: user A's row fills the box with 100 tokens, user B's ro
                   "B's 100 by 100 scores, only a tiny triangle of 5 by 5 in the lower right corner is needed.")
 
 # %% [markdown]
-# Attention wastes more, because its work grows with the square of the width. And the bill comes again: every decode
-# step reads the cache, pads and all, and scores its new query against each of them. Your own users' lengths:
+# (Light stripes are pads; dark crosses are real pairs that may not look.)
+#
+# Attention wastes more for two reasons: the box scores the upper triangles too, and the pads' share grows with the
+# square of the width. And the bill comes again: every decode step reads the cache, pads and all, and scores its new
+# query against each of them. Your own users' lengths:
 
 # %%
 def in_words(A, B, C):
@@ -181,8 +188,9 @@ for rows in ([[P, 7, P, 9], [1, 2, 3, 4, 5, 6]], [[P, P], [1, 2, 3]]):
 # %% [markdown]
 # ## The pad column
 #
-# Now by hand, with the keys of two users who bring two new tokens each (chapter 04 is about those). User A has 3 keys
-# of history and so 5 in all; user B has 2 and so 4. Stacking them into one tensor fails:
+# Now by hand, with the keys of two users who bring two new tokens each (chapter 04 is about those). The histories are
+# chapter 02's, with B's third token gone. A new token x is its own key, as there, and its query is x @ W_q. User A has
+# 3 keys of history and so 5 in all; user B has 2 and so 4. Stacking them into one tensor fails:
 
 # %%
 K_A = torch.tensor([[1., 0.], [1., 1.], [0., 1.], [1., 0.], [1., 1.]])  # 3 history + 2 new
@@ -210,9 +218,9 @@ print("weight of the pad, e^0 / sum:", round(e[0] / sum(e), 4))
 assert abs(e[0] / sum(e) - scores.softmax(-1)[1, 0, 0].item()) < 1e-6
 
 # %% [markdown]
-# A score of 0 is a score like any other: $e^0 = 1$. The pad has to be *hidden*. B's rows need another mask than A's, so
-# the mask has a row dimension: one `(new, keys)` grid for each user. Every query sees its history and itself, not what
-# comes later (causal), and no pad.
+# A score of 0 is a score like any other: $e^0 = 1$. (The sum still holds the future key; the causal mask comes next.)
+# The pad has to be *hidden*. B's rows need another mask than A's, so the mask has a row dimension: one `(new, keys)`
+# grid for each user. Every query sees its history and itself, not what comes later (causal), and no pad.
 
 # %%
 def mask_by_hand(history, new, pads):
@@ -275,7 +283,7 @@ for name, m in (("bool", nobody), ("float -inf", blank - inf), ("float finfo.min
 #
 # **Why a NaN does not stay where it is.** A layer adds attention's output to its input, the residual: `x + attention`.
 # The pad's NaN is then the pad's input of the next layer, and so its *value*. A real token's weight on it is 0. Two
-# pads and the tokens 1 and 2, one number each, two layers.
+# pads and the tokens 1 and 2, one number each, two layers. Query, key and value are the number itself, no scale.
 #
 # **Predict:** 0 · NaN is what? So after which layer is the last token gone?
 
@@ -312,13 +320,17 @@ print("NaN in a hidden K row, sdpa:            last token", sdpa(x, with_nan(x),
 print("NaN in a hidden K row, filled by hand:  last token", rounded((scores.softmax(-1) @ x)[0, -1], 2))
 
 # %% [markdown]
+# A weight of 0 times a NaN value is NaN. With a NaN key, it is the score that is NaN: `sdpa` *adds* -inf to what is
+# hidden, and NaN - inf is NaN; `masked_fill` overwrites it.
+#
 # ## Bool, integer, float
 #
 # The mask's type changes its meaning. **A bool mask** says who may look. **A float mask** is *added* to the scores: 0
 # leaves a score alone, -inf hides it. So what does a float mask of 1 and 0 do?
 #
-# Here is B's block with values 1, 10, 100, 1000, 10000, so that a leak shows. **Predict** the float row before you run
-# it.
+# Here is B's block with values 1, 10, 100, 1000, 10000, so that a leak shows. `scale=1.0` leaves out the division by
+# sqrt(D), as above, so the bool row is 10 · 0.4223 + 100 · 0.1554 + 1000 · 0.4223. **Predict** the float row before
+# you run it.
 
 # %%
 V = torch.tensor([[1.], [10.], [100.], [1000.], [10000.]])  # key 4 is q0's future
@@ -327,12 +339,12 @@ for name, m in (("bool", mask[1:, :1]), ("float 0 and -inf", torch.zeros(1, 1, 5
                 ("wrong: float 1 and 0", mask[1:, :1].float())):
     future = v.clone()
     future[0, 4] = 20000.0                                  # another last token
-    out, other = sdpa(q, k, v, attn_mask=m).item(), sdpa(q, k, future, attn_mask=m).item()
+    out, other = (sdpa(q, k, values, attn_mask=m, scale=1.0).item() for values in (v, future))
     print(f"{name:21} {out:8.1f}   last token changed: {other:8.1f}   leak: {out != other}")
 
 # %% [markdown]
-# 1 is added to what should be seen and 0 to what should not: everything stays visible, nothing is said, and the first
-# token knows the last. An integer mask at least raises:
+# 1 is added to what should be seen and 0 to what should not: everything stays visible, no warning appears, and the
+# first token knows the last. An integer mask at least raises:
 
 # %% tags=["raises-exception"]
 sdpa(q, k, v, attn_mask=mask[1:, :1].long())
@@ -347,7 +359,7 @@ before, after = model(left_ids, mask=left_mask), model(other, mask=left_mask)
 print("row 1, logits moved at its tokens 0, 1, 2:", [not same(a, b) for a, b in zip(before[1], after[1])])
 
 # %% tags=["raises-exception"]
-model(left_ids, mask=left_mask.float())
+model.forward(left_ids, mask=left_mask.float())             # .forward: the traceback skips torch's own lines
 
 # %% [markdown]
 # ## `is_causal` with a cache
@@ -411,9 +423,9 @@ for name, places in (("right    ", right), ("by column", columns)):
           f"decode at 3: {rounded(score(new, places)[0], 3)}")
 
 # %% [markdown]
-# The offset is the same for query and key in prefill and cancels. It shows when a number without it meets keys with it.
-# So a test of positions must decode. On the model: rows `[[5], [1, 2, 3, 4, 5]]`, a prefill and three decode steps,
-# once as it is and once with positions by column.
+# The offset is the same for query and key in prefill and cancels. It shows when a number without it meets keys with it,
+# so a test of positions must decode with the true count. On the model: rows `[[5], [1, 2, 3, 4, 5]]`, a prefill and
+# three decode steps, once as it is and once with positions by column. A spy notes each call's positions.
 
 # %%
 def by_column(slots):
@@ -423,66 +435,69 @@ def by_column(slots):
 
 
 def run(rows, fed=(10, 110, 210)):
-    """Logits (rows, vocab) after the prefill and after each of three fed tokens; and row 0's positions in decode."""
+    """Logits (rows, vocab) after the prefill and after each of three fed tokens."""
     ids, mask = pad_left(rows)
-    state, places = State(model, len(rows)), []
+    state = State(model, len(rows))
     out = [model(ids, state, mask)[:, -1]]
     for token in fed:
-        places.append(state.length[0].item())
         out.append(model(torch.full((len(rows), 1), token), state)[:, -1])
-    return out, places
+    return out
 
 
-truth, _ = run([[5]])
+truth = run([[5]])
 for name, positions in (("real tokens", rope.positions), ("wrong: columns", by_column)):
-    with patch.object(rope, "positions", positions):
-        found, places = run([[5], [1, 2, 3, 4, 5]])
-    print(f"{name:15} decode at {places}; equals solo: prefill {same(found[0][0], truth[0][0])}, "
+    with patch.object(rope, "positions", side_effect=positions) as spy:
+        found = run([[5], [1, 2, 3, 4, 5]])
+    places = [positions(call.args[0])[0, -1].item() for call in spy.call_args_list]
+    print(f"{name:15} 5 and the fed tokens at {places}; equals solo: prefill {same(found[0][0], truth[0][0])}, "
           f"decode {[same(a[0], b[0]) for a, b in zip(found[1:], truth[1:])]}")
 
 # %% [markdown]
 # ## Padding in a linear-attention layer
 #
-# Most layers of this model keep no keys. They keep a *window*, the last K - 1 inputs, and a matrix S, which
-# every token changes: S fades (the decay), then a write corrects it. A pad can do harm in three ways: stand in
-# the window of later tokens, write, and let S fade.
+# Most layers of this model are *linear-attention* layers, here a Gated DeltaNet. They keep no keys but a *window*, the
+# last K - 1 inputs (K is now a convolution's width), and a matrix S (not chapter 02's slots), which every token changes:
+# S fades (the decay), then a write corrects it. A pad can do harm in three ways: stand in the window of later tokens,
+# write, and let S fade.
 #
 # Here is that layer in single numbers. K = 3, so the window holds 2 inputs; each token mixes
 # $u$ = (two before) + (one before) + 2 · (own); then S halves, and half of the difference to $u$ is written:
-# S ← S/2, S ← S + 0.5 · (u − S).
+# S ← S/2, S ← S + 0.5 · (u − S). The 0.5 of the write is *beta*; S fades by the factor $e^g$, so g = 0 means no fading.
 #
 # **Predict:** tokens 4 and 8, two pads. A popular repair sets the *input* to zero at pads and does nothing else. Is it
-# right with the pads before 4? Between 4 and 8?
+# right with the pads before 4? Between 4 and 8? And where can you afford to hide only two of the three harms?
 
 # %%
-def linear_layer(places, hide):
-    """places: inputs in order, None = pad. hide: "nothing" (a pad's input is 3), "input" or "all three". -> S's path."""
+def linear_layer(places, hide=()):
+    """places: inputs in order, None = pad (its input is 3). hide: what a pad may not do. -> S's path."""
     window, S, path = [0, 0], 0.0, []
     for x in places:
         pad = x is None
-        if pad and hide == "all three":
-            path.append(S)                                  # beta = 0, no decay, window kept
-            continue
-        x = (0 if hide == "input" else 3) if pad else x
+        if pad:
+            x = 0 if "input" in hide else 3
         u = window[0] + window[1] + 2 * x
-        S = S / 2                                           # decay
-        S = S + 0.5 * (u - S)                               # write, beta = 0.5
-        window = [window[1], x]
+        if not (pad and "decay" in hide):                   # hidden: g = 0, and e^0 = 1
+            S = S / 2
+        if not (pad and "write" in hide):                   # hidden: beta = 0
+            S = S + 0.5 * (u - S)
+        if not (pad and "window" in hide):
+            window = [window[1], x]
         path.append(S)
     return path
 
 
-print("solo          ", linear_layer([4, 8], "nothing"))
+print("solo          ", linear_layer([4, 8]))
 for title, places in (("pads before", [None, None, 4, 8]), ("pads between", [4, None, None, 8])):
-    for hide in ("nothing", "input", "all three"):
-        path = linear_layer(places, hide)
-        print(f"{title:12} hidden: {hide:9}  S = {path}  right: {path[-1] == 11}")
+    for hide in ("", "input", "write decay", "window decay", "window write", "window write decay"):
+        path = linear_layer(places, hide.split())
+        print(f"{title:12} hidden: {hide or 'nothing':18}  S = {path}  right: {path[-1] == 11}")
 
 # %% [markdown]
-# Before the first real token, window and S are zero: a zero input adds nothing and zero fades to zero. That is luck.
-# After the 4, a pad with zero input still sees the 4 in its window, so it writes, and S fades at every pad. A row
-# needs all three: a window that skips pads, no write (beta = 0), no decay (g = 0). Chapter 06 breaks them one by one in
-# the model, and a user's memory goes with them.
+# Before the first real token, window and S are zero: a zero input adds nothing, and zero fades to zero, so the decay
+# alone does no harm there. That is luck. After the 4, a pad with zero input still sees the 4 in its window, so it
+# writes, and S fades at every pad. Between the tokens each harm alone, the other two hidden, is enough for a wrong S. A
+# row needs all three: a window that skips pads, no write (beta = 0), no decay (g = 0). Chapter 06 breaks them one by
+# one in the model, and a user's memory goes with them.
 #
 # ## Way out 1: ragged
 #
@@ -521,8 +536,7 @@ print("scores: flat", 100 ** 2 + 5 ** 2, "box", seen.numel())
 # %% [markdown]
 # torch has such tensors of its own, called *jagged*: a flat buffer with offsets that behaves like one tensor. Below,
 # 105 keys of two users are projected, and each user's newest query looks back: a decode step with unequal histories,
-# without pad or mask. (Newer versions have `torch.nn.attention.varlen`, which takes `cu_seqlens` as they are and runs
-# on a GPU.)
+# without pad or mask. (`torch.nn.attention.varlen` takes `cu_seqlens` as they are, but needs a GPU.)
 
 # %%
 with warnings.catch_warnings():
@@ -539,9 +553,9 @@ print("equals the flat buffer's last tokens:", same(decoded, flat[cu_seqlens[1:]
 # %% [markdown]
 # ## On the real thing
 #
-# `model.ragged` (`qwen/model.py`) is this step for the whole model: all weight matrices see the flat buffer. The toy
-# puts rows into a box inside attention and DeltaNet only; an engine's kernels do without even there. A hook counts what
-# goes through the first feed-forward matrix. The prefill, then one decode step.
+# `model.ragged` (`qwen/model.py`) is this step for the whole model: all weight matrices see the flat buffer.
+# `model.ragged` puts rows into a box inside attention and DeltaNet only; an engine's kernels do without even there. A
+# hook counts what goes through the first feed-forward matrix. The prefill, then one decode step.
 #
 # **Predict** both counts, flat and padded.
 
@@ -577,26 +591,28 @@ def slot(t, table, size):
 
 
 for size in (8, 16):
-    free, tables = list(range(14))[::-1], {"A": [], "B": []}
-    for t in range(100):
+    pool = sum(-(-n // size) for n in lengths.values())     # blocks in all: each length / size, rounded up
+    free, tables = list(range(pool))[::-1], {"A": [], "B": []}
+    for t in range(max(lengths.values())):
         for name, n in lengths.items():
             if t < n and t % size == 0:
                 tables[name].append(free.pop())             # a new block, when one is full
     taken = sum(map(len, tables.values())) * size
-    print(f"blocks of {size}: A {len(tables['A'])}, B {len(tables['B'])}; {taken} slots taken, box {2 * 100}")
+    print(f"blocks of {size}: A {len(tables['A'])}, B {len(tables['B'])}; {taken} slots taken, "
+          f"box {len(lengths) * max(lengths.values())}")
     print(f"   tables {tables}, B's token 4 lies in slot {slot(4, tables['B'], size)}")
     slots = [slot(t, tables[name], size) for name, n in lengths.items() for t in range(n)]
-    assert len(set(slots)) == 105 and max(slots) < 14 * size
+    assert len(set(slots)) == sum(lengths.values()) and max(slots) < pool * size
 
 # %% [markdown]
-# At most one block per user is partly empty. The users' blocks lie between one another and nobody minds.
+# At most one block per user is partly empty. A's and B's blocks lie among each other; the table finds them.
 #
 # ## Way out 3: continuous batching
 #
 # Answers differ in length as well. A row that is done leaves its place in the batch, its *seat*, and a waiting user
 # takes it in the next step. With a ragged step that is little work: a new user brings the prompt, an old one a single
-# token, in one flat buffer. A first look; chapter 07 builds it. **Predict:** how often must a seat stand empty while
-# somebody waits?
+# token, in one flat buffer. A first look; chapter 07 builds it. An answer's count includes its stop token.
+# **Predict:** how often must a seat stand empty while somebody waits?
 
 # %%
 prompts = {"A": encode("Hello"), "B": encode("What is 5 times 6?"), "C": encode("Is Rome in Spain?"),
@@ -625,15 +641,19 @@ static = max(outputs["A"], outputs["B"]) + max(outputs["C"], outputs["D"])
 print(f"answers of {outputs} tokens: {len(timeline)} steps, two fixed batches {static} steps")
 right = generate_batch(model, list(prompts.values()), max_new_tokens=60, stop=chat.stop)
 print("every answer equals the padded batch's:", list(answers.values()) == right)
+last = max(next(i for i, names in enumerate(timeline) if name in names) for name in prompts)  # then nobody waits
+print("empty seats while somebody waits: continuous", sum(names.count(".") for names in timeline[:last]),
+      "- fixed", abs(outputs["A"] - outputs["B"]))
 
 # %%
 turn = max(outputs["A"], outputs["B"])                      # when a fixed second batch starts
-fixed = [["."] * static for _ in (0, 1)]                 # "." is an empty ride
+fixed = [["."] * static for _ in (0, 1)]                    # "." is an empty seat
 for name, seat, start in (("A", 0, 0), ("B", 1, 0), ("C", 0, turn), ("D", 1, turn)):
     fixed[seat][start:start + outputs[name]] = [name] * outputs[name]
+titles = f"two fixed batches, {static} steps", f"continuous, {len(timeline)} steps"
 fig, axes = plt.subplots(2, 1, figsize=(9.5, 2.2), sharex=True)
 words = []
-for ax, seats, title in zip(axes, (fixed, list(zip(*timeline))), ("two fixed batches", "continuous")):
+for ax, seats, title in zip(axes, (fixed, list(zip(*timeline))), titles):
     for s, seat in enumerate(seats):
         for step, name in enumerate(seat):
             figures.box(ax, step, -1.2 * s, *(("pad", "") if name == "." else (name, name)))
@@ -711,7 +731,8 @@ _ = check("03.3", my_mask)
 
 # %% [markdown]
 # **03.4** `logits` of a ragged step lie end to end. Which line of the flat buffer gives each row's next token? Return
-# the indices as a list. A row that brought no token in this step has none: give it None.
+# the indices as a list. A row that brought no token in this step has none: give it None. `cu_seqlens` is
+# a list here.
 #
 # <details><summary>Solution</summary>
 #
@@ -753,8 +774,8 @@ _ = check("03.5", my_window)
 # ## In an interview
 #
 # > Padding makes unequal rows rectangular and pays for it: projections and cache grow with the width, attention with
-# > its square. Pads stand on the left, are hidden by a bool mask made from lengths, get no position and must stay
-# > finite; in a linear-attention layer they may not enter the window, write, or let the state fade. Engines avoid
+# > its square. Pads stand on the left, are hidden by a bool mask made from lengths, are not counted in positions and
+# > must stay finite; in a linear-attention layer they may not enter the window, write, or let the state fade. Engines avoid
 # > them: a flat buffer with `cu_seqlens` for the step, pages for the cache, continuous batching for the seats.
 #
 # **In production.** FlashAttention's `flash_attn_varlen_func` takes `cu_seqlens_q` and `cu_seqlens_k`. vLLM's
