@@ -326,6 +326,60 @@ def two_per_user():
         "would meet the other user's keys are empty and need not be computed.")
 
 
+def roofline(ax, hardware, points=(), title="", ghost=None, left=None):
+    """The roof of one machine (`roofline.Hardware`): what it can do at most, over FLOP a byte; both axes logarithmic.
+
+    points: (name, FLOP a byte, FLOP/s, meaning) of a mark each; meaning is "predicted" or "measured", and a name that
+    begins with "_" is not written. ghost: (name, peak) of a second, wrong roof; left: where the axis begins.
+    """
+    shown = [x for _, x, _, _ in points] + [hardware.ridge]
+    left, right = left or min(shown) / 3, max(shown) * 8
+    for name, peak, meaning, line in [("roof", hardware.peak, "predicted", "-")] + ([(*ghost, "wrong", ":")] if ghost else []):
+        ridge = peak / hardware.bandwidth
+        first = left if line == "-" else hardware.ridge     # the wrong roof leaves the right one at its ridge
+        ax.plot([first, ridge, right], [first * hardware.bandwidth, peak, peak], line, color=COLORS[meaning])
+        ax.annotate(f"{name}: ridge {ridge:.3g}", (right, peak), (0, 4), textcoords="offset points", ha="right", fontsize=9)
+    for name, x, y, meaning in points:
+        ax.plot([x], [y], "os"[meaning == "predicted"], color=COLORS[meaning], markeredgecolor=INK)
+        if not name.startswith("_"):
+            ax.annotate(name, (x, y), (7, -11), textcoords="offset points", fontsize=9)
+    ax.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="FLOP/s", title=title, xlim=(left, right))
+    ax.set_ylim(top=3 * max(hardware.peak, ghost[1] if ghost else 0))
+    ax.grid(True)
+
+
+REGIONS = {"weights": "weights", "caches": "A", "arithmetic": "plain", "out of memory": "masked"}
+
+
+def regions(ax, batches, contexts, kinds, title=""):
+    """What takes longest, for each batch (across) and context (up). kinds[c][b]: a key of REGIONS; letters say it too."""
+    for y, row in enumerate(kinds):
+        for x, kind in enumerate(row):
+            letter = "×" if kind == "out of memory" else kind[0].upper()
+            box(ax, x, y, REGIONS[kind], letter)
+    for x, batch in enumerate(batches):
+        ax.text(x + 0.5, -0.15, f"{batch}", ha="center", va="top", fontsize=9)
+    for y, context in enumerate(contexts):
+        ax.text(-0.2, y + 0.5, f"{context:,}", ha="right", va="center", fontsize=9)
+    ax.text(len(batches) / 2, -0.75, "rows in the batch", ha="center", va="top")
+    ax.text(-2.2, len(contexts) / 2, "context", ha="center", va="center", rotation=90)
+    bare(ax, title)
+
+
+def explorer(model, hardware, batch, context):
+    """`roofline.report` in bold above the roof with this step's mark, as HTML with the picture inside."""
+    from qwen import roofline as paper
+    words = paper.report(model, hardware, batch, context)
+    fits = batch <= paper.rows_in_memory(model, hardware, context)
+    x = paper.intensity(model.step(batch, context))
+    figure, ax = plt.subplots(figsize=(6, 2.8))
+    roofline(ax, hardware, [("this step" if fits else "out of memory", x, min(hardware.peak, x * hardware.bandwidth),
+                             "predicted" if fits else "wrong")],
+             f"{model.name} on {hardware.name}, {batch} rows, context {context:,}", left=0.2)
+    picture = svg(figure, words)
+    return f"<b>{escape(words)}</b><br>{picture[picture.index('<svg'):]}"
+
+
 PICTURES = {"one_trip": one_trip, "two_per_user": two_per_user}  # file name in figures/ -> its drawing function
 
 
