@@ -40,7 +40,8 @@ RIGHT = {
 }
 WRONG = {
     "05.1": [(584, "sparse peak"), (584.4155844, "sparse peak, and not yet rounded"), (281, "8 TB/s"), (292.2077922, "not yet rounded"),
-             (1169, "halve it"), (0.0034222, "other way round"), (292e12, "cancels"), (660, "read the sentence")],
+             (1169, "halve it"), (0.0034222, "other way round"), (292e12, "cancels"), (292.2, "not yet rounded"),
+             (584.4, "sparse peak, and not yet rounded"), (0.003, "other way round"), (660, "read the sentence")],
     "05.2": [(6, "2-byte weights"), (3, "more rows, not fewer"), (24, "two FLOPs"), (1.5, "solve it"), ("twelve", "read the sentence")],
     "05.3": [
         (lambda *a: memory_ms_by_rows(*a) / 1000, "Those are seconds"),
@@ -52,6 +53,8 @@ WRONG = {
         (lambda w, e, kv, b, c, bw: memory_ms_by_rows(w, e, kv, b, 1, bw), "not the new one alone"),
         (lambda w, e, kv, b, c, bw: memory_ms_by_rows(w, 1, kv, b, c, bw), "element_bytes bytes"),
         (lambda w, e, kv, b, c, bw: memory_ms_by_rows(w, e, kv * e, b, c, bw), "bytes already"),
+        (lambda w, e, kv, b, c, bw: max(w * e, b * c * kv) / bw * 1000, "Called with"),
+        (lambda w, e, kv, b, c, bw: (w * e + kv) / bw * 1000, "Called with"),
         (lambda w, e, kv, b, c, bw: 5.0, "Called with"),
     ],
     "05.4": [                                               # case 25
@@ -60,6 +63,9 @@ WRONG = {
         (kv_wrong(layer_types=lambda c: len(c["layer_types"]) * ["full_attention"]), "Only full-attention layers"),
         (kv_wrong(layer_types=lambda c: len(c["layer_types"]) * ["full_attention"],
                   num_key_value_heads=lambda c: c["num_attention_heads"]), "Two slips"),
+        (kv_wrong(layer_types=lambda c: len(c["layer_types"]) * ["full_attention"],
+                  head_dim=lambda c: c["hidden_size"] // c["num_attention_heads"]), "Two slips: only full-attention layers count"),
+        (kv_wrong(layer_types=lambda c: c["layer_types"].count("linear_attention") * ["full_attention"]), "keep no keys and values"),
         (kv_wrong(layer_types=lambda c: ["full_attention"]), "one layer"),
         (kv_wrong(element_bytes=lambda c: 1), "Those are numbers"),
         (lambda config: kv_by_layers(config) // 2 + 1, "Called with"),
@@ -73,6 +79,7 @@ WRONG = {
         (lambda m, w, f, t, c: math.floor((m - w) / (f + t * c)), "not a negative number"),
         (lambda m, w, f, t, c: max(0, (m - w) / (f + t * c)), "A whole number"),
         (lambda m, w, f, t, c: math.ceil(max(0, m - w) / (f + t * c)), "Round down"),
+        (lambda m, w, f, t, c: max(0, round((m - w) / (f + t * c))), "Round down"),
         (lambda m, w, f, t, c: fit_by_floor(m, w, f, t, 1), "context tokens"),
         (lambda m, w, f, t, c: 7, "Called with"),
     ],

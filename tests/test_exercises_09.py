@@ -84,13 +84,16 @@ WRONG = {
         (lambda u, s, p, r: u * s / p / r, "part of a GPU"),
         (lambda u, s, p, r: ceil(u / p / r), "each user gets"),
         (lambda u, s, p, r: u * s, "the demand"),
+        (lambda u, s, p, r: ceil(u * s / p / r), "take 1e-9 off"),
+        (lambda u, s, p, r: ceil(ceil(u * s / p) / r), "Round once"),
         (lambda u, s, p, r: ceil(u * s / p / r) + 1, "One too many."),
+        (lambda u, s, p, r: ceil(u * s / p / r - 1e-9) + 1, "One too many."),
         (lambda u, s, p, r: int(u * s / p / r) + 1, "fits exactly"),
         (lambda u, s, p, r: 3.5, "Called with"),
     ],
     "09.5": [                                               # case 26
         (round(1979 / 3.35), "Halve it"), (1979 / 3.35, "Halve it"), (590, "Halve it"),
-        (round(1979 / 3.0), "3.0 TB/s"), (330, "3.35 TB/s"), (1979 / 2 / 3.35, "whole number"), (295.4, "whole number"),
+        (round(1979 / 3.0), "3.0 TB/s"), (330, "3.35 TB/s"), (1979 / 2 / 3.35, "whole number"), (295.37, "whole number"), (295.4, "whole number"),
         (989.5, "divide it"), (0, "Upside down"), (148, "halved twice"), ("295", "That is not it"), (7, "That is not it"),
     ],
 }

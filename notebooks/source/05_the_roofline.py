@@ -111,7 +111,7 @@ print(f"the weights: {trip * 1e3:.2f} ms, so at most {1 / trip:.0f} tokens a sec
 for users in (1, 10, 64, 100, 300, 600):
     cost = Cost(*map(int, formula(users, weights)))
     best, _ = cost.seconds(bandwidth, peak)         # the slower of memory and arithmetic
-    print(f"{users:3} users: {users:3} FLOP a byte, {ridge / users:6.2f} under the ridge, step {best * 1e3:.2f} ms, "
+    print(f"{users:3} users: {users:3} FLOP a byte, ridge is {ridge / users:6.2f} times that, step {best * 1e3:.2f} ms, "
           f"compute idle {1 - cost.flops / peak / best:.2%}, {users / best:,.0f} tokens a second")
 
 # %% [markdown]
@@ -135,16 +135,17 @@ for batch in (32, 64, 128, 256):
     print(f"batch {batch:3}: {batch / ridge:4.0%} of the right ridge, {batch / wrong:4.0%} of the wrong one")
 
 h100 = HARDWARE["H100 SXM"]
-marks = [(f"{n} rows", n, min(peak, n * bandwidth), "predicted") for n in (1, 10, 128, 256)]
+marks = [(f"{n} row{'s' * (n > 1)}", n, min(peak, n * bandwidth), "predicted") for n in (1, 10, 128, 256)]
 figure, ax = plt.subplots(figsize=(8, 4))
 figures.roofline(ax, h100, marks, "H100, bf16, weights only", ghost=("with sparsity (wrong here)", sparse))
 figures.show(figure, f"The roof rises with 3.35 TB/s to the ridge at {ridge:.0f} FLOP a byte and stays at 989.4 TFLOPS. "
                      "1, 10, 128 and 256 rows lie on the slope. A dotted roof at 1,979 TFLOPS is twice as high.")
 
 # %% [markdown]
-# 1,979 is what the card does with *2:4 sparsity*: two of every four weights are zero and skipped. Data sheets print that
-# number in bold and its half in a footnote. Language models are dense, so the half counts. Of the right ridge a batch of 128
-# reaches 43 % and 256 reaches 87 %; "64 or 128 requests approach the peak" is too early by far.
+# 1,979 is what the card does with *2:4 sparsity*: two of every four weights are zero and skipped. Data sheets print
+# that number with the note *with sparsity* and leave the halving to you. Language models are dense, so the half
+# counts. Of the right ridge a batch of 128 reaches 43 % and 256 reaches 87 %. Elsewhere you may read "64 or 128
+# requests approach the peak": too early by far.
 #
 # Rows of a table, dense, each with the type of number it holds for:
 
@@ -220,11 +221,12 @@ figures.show(figure, f"Predicted tokens a second over the batch, by context: {';
 
 # %% [markdown]
 # Each curve rises with the batch and then bends. The first bends where the arithmetic is full. The others bend where the
-# caches overtake the weights, and that comes **earlier**, the sooner the longer the context.
+# caches overtake the weights, and that comes earlier, the longer the context.
 #
-# One often reads that the caches move the ridge to smaller batches. The gain of a batch ends earlier, yes. But extra
-# *bytes* lower the intensity, so arithmetic fills up **later**, or never: a cached key is used by the query
-# heads that share it and by nobody else. **Predict:** which intensity does an endless batch reach at 1,000 tokens?
+# One often reads that the caches move the ridge to smaller batches. The gain of a batch ends earlier, yes. But the
+# caches bring only as many FLOPs a byte as query heads share a key (4 here). So from a few rows on, extra *bytes* lower
+# the intensity, and arithmetic fills up **later**, or never: a cached key is used by the query heads that share it and by
+# nobody else. **Predict:** which intensity does an endless batch reach at 1,000 tokens?
 
 # %%
 per_key = LLAMA_3_8B.attention_flops / kv           # FLOP for each byte of the cache
@@ -311,7 +313,7 @@ print(f"80 GB = {80e9 / 2 ** 30:.1f} GiB; 80 GiB = {80 * 2 ** 30 / 1e9:.1f} GB")
 # %% [markdown]
 # ## How large a batch?
 #
-# Two limits: the memory, and the time a token that users were promised. The smaller one *binds*. **Predict** which one
+# Two limits: the memory, and the time **per token** that users were promised. The smaller one *binds*. **Predict** which one
 # for a promise of 10 ms a token, at 500 tokens of context and at 8,000. And with 30 ms?
 
 # %%
@@ -325,9 +327,10 @@ for promise in (0.006, 0.010, 0.030):
 print(f"all of the memory, read once: {h100.capacity / h100.bandwidth * 1e3:.1f} ms")
 
 # %% [markdown]
-# A step cannot read more than the memory holds. So as long as the memory is the slower part, no step takes longer than
-# the last line says, and a promise of 30 ms is kept by whatever fits. A stricter promise binds first. (These are best
-# times: a promise to customers needs room for an engine that is slower than the roof.)
+# A Llama step cannot read more than the memory holds (a hybrid also writes its matrices back, which counts again). So
+# as long as the memory is the slower part, no step takes longer than the last line says, and a promise of 30 ms is
+# kept by whatever fits. A stricter promise binds first. (These are best times: a promise to customers needs room for
+# an engine that is slower than the roof.)
 #
 # ## Prefill apart
 #
@@ -342,9 +345,9 @@ for tokens in (1, 100, 300, 400, 1000, 8000):
     print(f"prompt of {tokens:5,}: {roofline.intensity(cost):7.1f} FLOP a byte, {ms:7.2f} ms, {side}")
 
 # %% [markdown]
-# A prompt of some hundred tokens fills the arithmetic by itself, and batching prompts then gains nothing but
-# fairness. That is why prefill and decode are planned apart, and why engines mix a piece of a prompt with others' decode
-# steps (chapter 04).
+# A prompt of three to four hundred tokens fills the arithmetic by itself, and batching prompts then saves no time.
+# That is why prefill and decode are planned apart, and why engines mix a piece of a prompt with others' decode steps
+# (chapter 04).
 #
 # ## Your machine
 #
@@ -366,7 +369,8 @@ here = Hardware("this machine", "fp32", peaks[torch.float32], speed, 16e9)     #
 
 # %% [markdown]
 # In fp32 a weight has 4 bytes, so $N$ rows make $2N / 4$ FLOP a byte: it takes twice as many rows to reach the same
-# ridge. (A CPU without 16-bit arithmetic may be slower in 16 bits than in 32.)
+# ridge. (A CPU without 16-bit arithmetic may be slower in 16 bits than in 32.) Where 16 bits also double the peak, the
+# ridge doubles as well, and both need about the same number of rows, as above.
 #
 # **One weight matrix at 1 to 256 rows.** It is large, so that no cache holds it. First the counts.
 
@@ -395,11 +399,13 @@ del layer
 _ = gc.collect()
 
 # %% [markdown]
-# The prediction has two ends: memory and arithmetic at the same time (their maximum), or one after the other (their sum). A
-# machine lies between them, or a little outside, where the kernel or the measured data sheet are not perfect.
+# The prediction has two ends: memory and arithmetic at the same time (their maximum), or one after the other (their sum).
+# The marks of one matrix should lie near that range; a whole step may take longer, and the column *measured / sum* shows
+# by how much.
 #
 # **A whole decode step.** A model with six layers of the widths of Qwen3.5-0.8B and random weights: it says nothing
-# sensible and costs what a trained one costs. **Predict:** from 1 row to 32, how do the bytes grow, and how the FLOPs?
+# sensible and costs what a trained one costs. Each row brings its keys and values, and its matrices twice: a step reads
+# them and writes them back. **Predict:** from 1 row to 32, how do the bytes grow, and how the FLOPs?
 
 # %%
 small_config = replace(qwen_config, num_hidden_layers=6, layer_types=qwen_config.layer_types[:6], vocab_size=4096)
@@ -440,8 +446,8 @@ figures.show(figure, f"This machine's roof with its ridge at {here.ridge:.1f} FL
                      f"the slope and along the top; decode steps take {min(share):.2f} to {max(share):.2f} of its time.")
 
 # %% [markdown]
-# The marks climb the slope and turn at the ridge, which on a CPU comes after a few rows. Two things keep marks below the
-# roof. The kernel for a single row may read more slowly than the one for four. And a decode step has norms, convolutions
+# One matrix climbs the slope and turns at the ridge; the decode step bends the same way below it. Two things keep marks
+# below the roof. The kernel for a single row may read more slowly than the one for four. And a decode step has norms, convolutions
 # and Python, which take time that the counts do not have. The quotients differ from machine to machine, and from run to
 # run when others use it; the bytes and FLOPs do not. (`make bench` does this with the whole 0.8B shape.)
 #
@@ -598,11 +604,11 @@ _ = check("05.5", users_that_fit)
 # > are bytes that nobody shares: at long contexts they end the gain earlier, and the ridge is never reached. The batch is
 # > capped by memory or by the promised time a token, whichever comes first.
 #
-# **In production.** vLLM's `gpu_memory_utilization` says what share of the memory weights and caches may take, and
-# `max_num_seqs` caps the batch; SGLang's names are `--mem-fraction-static` and `--max-running-requests`. An engine's
+# **In production.** vLLM's `gpu_memory_utilization` says what share of the memory the engine may take (weights, activations
+# and caches), and `max_num_seqs` caps the batch; SGLang's names are `--mem-fraction-static` and `--max-running-requests`. An engine's
 # measured speed is lower than the roof, because kernels, sampling and scheduling take time too. "3,000 tokens a second at
-# batch 64", which you may read about an 8B model on this card, is an engine's figure; the roof allows 13,400 by the weights
-# alone, and 9,160 with 1,000 tokens of context. Say which of the two you quote.
+# batch 64", which you may read about an 8B model on this card, is an engine's figure; the roof allows 13,400 with a round
+# 8 billion weights alone, and 9,160 for Llama-3-8B with 1,000 tokens of context. Say which of the two you quote.
 #
 # **Next:** [06 The Qwen batch chapter](06_the_qwen_batch_chapter.ipynb) runs a whole model in a batch and holds every answer
 # against the solo run.

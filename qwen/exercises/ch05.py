@@ -24,10 +24,13 @@ EXERCISES = {
     "05.1": Value(292, (
         (584, "That is the sparse peak. A dense model does half of it."),
         (281, "That takes 8 TB/s; the data sheet of the question says 7.7."),
+        (292.2, "Right, but not yet rounded to a whole number."),
         (2250 / 7.7, "Right, but not yet rounded to a whole number."),
+        (584.4, "That is the sparse peak, and not yet rounded."),
         (4500 / 7.7, "That is the sparse peak, and not yet rounded."),
         (1169, "Sparsity doubles the printed peak: halve it, do not double it again."),
         (0, "The other way round: FLOP/s divided by bytes/s."),
+        (0.003, "The other way round: FLOP/s divided by bytes/s."),
         (7.7 / 2250, "The other way round: FLOP/s divided by bytes/s."),
         (292e12, "TFLOPS and TB/s both have their 1e12; it cancels."),
     )),
@@ -40,7 +43,7 @@ EXERCISES = {
     "05.3": Function(
         right=_memory_ms,
         calls=((8e9, 2, 131_072, 1, 1000, 3.35e12), (8e9, 2, 131_072, 64, 1000, 3.35e12), (752e6, 4, 24_576, 8, 500, 30e9),
-               (7e9, 1, 1000, 10, 0, 1e12)),
+               (7e9, 1, 1000, 10, 0, 1e12), (1_000_000, 2, 100_000, 8, 100, 1e9)),
         slips=(
             (lambda w, e, kv, b, c, bw: _memory_ms(w, e, kv, b, c, bw) / 1e3, "Those are seconds; the question is milliseconds."),
             (lambda w, e, kv, b, c, bw: _memory_ms(w, e, kv, b, c, bw) * 1e3, "Those are microseconds; 1e3 milliseconds are a second."),
@@ -62,6 +65,9 @@ EXERCISES = {
             (lambda c: _kv(c, layers=len(c["layer_types"])), "Only full-attention layers keep keys and values."),
             (lambda c: _kv(c, len(c["layer_types"]), "num_attention_heads"),
              "Two slips: only full-attention layers keep keys and values, and only for their KV heads."),
+            (lambda c: _kv(c, len(c["layer_types"]), head_dim=c["hidden_size"] // c["num_attention_heads"]),
+             "Two slips: only full-attention layers count, and head_dim is a field of its own."),
+            (lambda c: _kv(c, c["layer_types"].count("linear_attention")), "Those are the layers that keep no keys and values."),
             (lambda c: _kv(c, pair=1), "A token leaves a key and a value: twice as much."),
             (lambda c: _kv(c) / c["element_bytes"], "Those are numbers; each has element_bytes bytes."),
             (lambda c: _kv(c, layers=1), "That is one layer; sum over all full-attention layers."),
@@ -69,7 +75,7 @@ EXERCISES = {
     "05.5": Function(
         right=_fit,
         calls=((80_000_000_000, 16_000_000_000, 0, 131_072, 1000), (80_000_000_000, 1_504_786_048, 19_537_920, 12_288, 1000),
-               (1000, 400, 50, 10, 5), (1000, 2000, 50, 10, 5), (1000, 400, 90, 10, 5)),
+               (1000, 400, 50, 10, 5), (1000, 2000, 50, 10, 5), (1000, 400, 110, 10, 5)),
         slips=(
             (lambda m, w, f, t, c: max(0, m // (f + t * c)), "The weights take up memory too: subtract them first."),
             (lambda m, w, f, t, c: max(0, (m - w) // (t * c)), "Each user has a fixed part as well, at any length."),
@@ -77,6 +83,7 @@ EXERCISES = {
             (lambda m, w, f, t, c: max(0, (m - w) // ((f + t) * c)), "The fixed part does not grow with the tokens: fixed + per_token * context."),
             (lambda m, w, f, t, c: (m - w) // (f + t * c), "A model that does not fit has no users: not a negative number, 0."),
             (lambda m, w, f, t, c: max(0, (m - w) / (f + t * c)), "A whole number: part of a user does not fit."),
+            (lambda m, w, f, t, c: max(0, round((m - w) / (f + t * c))), "Round down: the last one does not fit entirely."),
             (lambda m, w, f, t, c: max(0, -(-(m - w) // (f + t * c))), "Round down: the last one does not fit entirely."),
             (lambda m, w, f, t, c: max(0, (m - w) // (f + t)), "Each of a user's context tokens takes its bytes."),
         )),

@@ -75,7 +75,7 @@ def gpus(users, speed, per_gpu, utilisation):
     return ceil(users * speed / per_gpu / utilisation - 1e-9)
 
 
-GPUS = Function(gpus, ((100, 20, 3000, 0.7), (240, 15, 4000, 0.7), (1000, 10, 2500, 0.5), (700, 3, 3000, 0.7)), (
+GPUS = Function(gpus, ((100, 20, 3000, 0.7), (240, 15, 4000, 0.7), (1000, 10, 2500, 0.5), (700, 3, 3000, 0.7), (70, 30, 1000, 0.7)), (
     (lambda u, s, p, r: ceil(u * s / p), "That keeps every GPU busy all the time, and the queue grows: leave the reserve."),
     (lambda u, s, p, r: ceil(u * s / p * r), "Less utilisation needs more GPUs: divide by it."),
     (lambda u, s, p, r: max(1, floor(u * s / p / r)), "Round up: rounded down, the load does not fit."),
@@ -84,7 +84,10 @@ GPUS = Function(gpus, ((100, 20, 3000, 0.7), (240, 15, 4000, 0.7), (1000, 10, 25
     (lambda u, s, p, r: u * s / p / r, "A part of a GPU cannot be rented here: round up."),
     (lambda u, s, p, r: ceil(u / p / r), "You left out how many tokens a second each user gets."),
     (lambda u, s, p, r: ceil(u * s), "That is the demand in tokens a second; how many GPUs make so many?"),
+    (lambda u, s, p, r: ceil(u * s / p / r), "This load fits exactly 3; take 1e-9 off before rounding up."),
+    (lambda u, s, p, r: ceil(ceil(u * s / p) / r), "Round once, at the end."),
     (lambda u, s, p, r: ceil(u * s / p / r) + 1, "One too many."),
+    (lambda u, s, p, r: gpus(u, s, p, r) + 1, "One too many."),
     (lambda u, s, p, r: floor(u * s / p / r) + 1, "One too many where the load fits exactly: round up, do not add."),
 ))
 
@@ -96,8 +99,9 @@ RIDGE = Value(295, (
     (590, "Twice too high: the sheet's figure holds with sparsity, every other weight zero. Halve it."),
     (660, "That is the sparse peak over a rounded 3.0 TB/s. Halve the peak, and take the 3.35."),
     (330, "You halved the peak, rightly; but the memory moves 3.35 TB/s."),
-    (1979 / 2 / 3.35, "Right; round it to a whole number."),
-    (295.4, "Right; round it to a whole number."),
+    (1979 / 2 / 3.35, "Right, but a whole number was asked for: round it."),
+    (295.37, "Right, but a whole number was asked for: round it."),
+    (295.4, "Right, but a whole number was asked for: round it."),
     (1979 / 3.35, "Twice too high: the sheet's figure holds with sparsity. Halve it, then round."),
     (989.5, "That is the dense peak in TFLOPS; divide it by the memory's TB/s."),
     (0, "Upside down, or a unit lost: TFLOPS over TB/s is FLOP a byte."),
