@@ -124,8 +124,8 @@ class Model(nn.Module):
             raise ValueError(f"cu_seqlens {torch.as_tensor(cu_seqlens).tolist()} does not cut {tuple(ids.shape)} ids into rows, "
                              f"expected offsets that rise from 0 to their number")
         mask = torch.arange(int(lengths.max()))[None] < lengths.cpu()[:, None]      # (B, T), real tokens first
-        box = torch.zeros(mask.shape, dtype=torch.int64)
-        box[mask] = ids.cpu().long()
+        box = torch.zeros(mask.shape, dtype=ids.dtype)                    # _check refuses ids that are no integers
+        box[mask] = ids.cpu()
         box, mask = self._check(box, state, mask)
         return self._logits(self._layers(box, mask, state, ragged=True))[0]
 

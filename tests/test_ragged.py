@@ -74,3 +74,8 @@ def test_offsets_that_do_not_fit(offsets):
 def test_a_token_outside_the_vocabulary_is_named_with_its_row():
     with pytest.raises(ValueError, match="row 1 holds token 64"):
         MODELS["grouped"].ragged(torch.tensor([1, 2, 64]), torch.tensor([0, 2, 3]))
+
+
+def test_ids_that_are_no_integers_are_refused_not_cut():
+    with pytest.raises(TypeError, match="ids are torch.float32"):
+        MODELS["grouped"].ragged(torch.tensor([1.5, 2.0]), torch.tensor([0, 2]))

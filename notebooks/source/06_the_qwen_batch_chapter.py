@@ -9,7 +9,7 @@
 # the end you can say where padding leaks in a model with two kinds of layers, which leaks a test does not see, and how
 # to tell a leak from harmless rounding.
 #
-# It runs in about fifteen seconds on two cores and needs nothing but this repository. The model is small and ships with
+# It runs in about twenty seconds on two cores and needs nothing but this repository. The model is small and ships with
 # it. Words and symbols stand in the [glossary](GLOSSARY.md). Several cells ask for a prediction. The outputs are already below them: to predict honestly, choose
 # *Edit > Clear Outputs of All Cells* first.
 
