@@ -9,6 +9,7 @@ import re
 import textwrap
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -380,7 +381,154 @@ def explorer(model, hardware, batch, context):
     return f"<b>{escape(words)}</b><br>{picture[picture.index('<svg'):]}"
 
 
-PICTURES = {"one_trip": one_trip, "two_per_user": two_per_user}  # file name in figures/ -> its drawing function
+def two_ridges():
+    """The roof of an H100, the twice as high one that a data sheet prints, and four batches: (figure, alternative text)."""
+    from qwen import roofline as paper
+    h100 = paper.HARDWARE["H100 SXM"]
+    marks = [(f"{n} row{'s' * (n > 1)}", n, min(h100.peak, n * h100.bandwidth), "predicted") for n in (1, 10, 128, 256)]
+    figure, ax = plt.subplots(figsize=(8, 4))
+    roofline(ax, h100, marks, "H100, bf16, weights only", ghost=("with sparsity (wrong here)", 1979e12))
+    return figure, (
+        f"The roof rises with 3.35 TB/s to the ridge at {h100.ridge:.0f} FLOP a byte and stays at 989.4 TFLOPS. "
+        "1, 10, 128 and 256 rows lie on the slope. A dotted roof at 1,979 TFLOPS is twice as high.")
+
+
+def work_and_windows():
+    """The same work done within 60, 30 and 10 seconds, as boxes of one area: (figure, its alternative text)."""
+    from qwen import capacity
+    work = capacity.gpu_seconds(200, 800, 2500, utilisation=0.7)
+    figure, ax = plt.subplots(figsize=(8, 3.4))
+    left, said = 0, []
+    for window in (60, 30, 10):
+        height, rented = work / window, capacity.gpus_for_work(work, window)
+        box(ax, left, 0, "predicted", "", width=window, height=height)
+        ax.plot([left, left + window], [rented, rented], "--", color=INK)
+        ax.text(left + window / 2, rented + 0.2, f"{height:.2f}, so {rented} GPUs", ha="center", va="bottom")
+        ax.text(left + window / 2, -0.3, f"{window} s", ha="center", va="top")
+        said.append(f"{window} seconds wide and {height:.2f} GPUs high, {rented} rented")
+        left += window + 20
+    ax.set(title=f"The same {work:.1f} GPU-seconds, three windows", ylabel="GPUs at work", xticks=[],
+           xlim=(-3, left), ylim=(0, 12))
+    ax.spines["bottom"].set_visible(False)
+    return figure, f"Three boxes of the same area, {work:.1f} GPU-seconds: {'; '.join(said)}. The shorter, the higher."
+
+
+LANES = {"prefill": 0.84, "decode": 0.5, "riding": 0.5, "empty": 0.5}     # kind of a lane's piece -> its height
+
+
+def timeline(ax, records, title="", steps=None, colors=None):
+    """An engine's own records, one lane for each seat: who sat there, and what the row did in each step.
+
+    A tall box in the user's colour reads a prompt, a low one decodes; hatched, the row has ended and rides along; blank,
+    nobody sits there. records: `engine.StepRecord`s. steps: where the axis ends. colors: {id: a key of COLORS}, else
+    A to D in turn. Returns {kind: steps of all lanes}, kinds as in LANES.
+    """
+    order = dict.fromkeys(name for record in records for name in record.seats if name is not None)
+    colors = {name: "ABCD"[n % 4] for n, name in enumerate(order)} | (colors or {})
+    ended, pieces = set(), {}
+    for at, record in enumerate(records):
+        for lane, name in enumerate(record.seats):
+            kind = ("empty" if name not in record.rows else "riding" if name in ended
+                    else "prefill" if record.rows[name] > 1 or name in record.admitted else "decode")
+            lanes = pieces.setdefault(lane, [])
+            if lanes and lanes[-1][:2] == [name, kind]:
+                lanes[-1][3] = at + 1
+            else:
+                lanes.append([name, kind, at, at + 1])
+        ended |= set(record.finished)
+    counts, named = dict.fromkeys(LANES, 0), set()
+    for lane, lanes in pieces.items():
+        for name, kind, first, last in lanes:
+            counts[kind] += last - first
+            color = {"empty": "plain", "riding": "pad"}.get(kind) or colors[name]
+            ax.add_patch(Rectangle((first, -lane - 0.5 - LANES[kind] / 2), last - first, LANES[kind], facecolor=COLORS[color],
+                                   edgecolor=INK, linewidth=0.6, hatch=HATCH.get(color)))
+            if kind == "decode" and name not in named and last - first > 1:
+                named.add(name)
+                ax.text((first + last) / 2, -lane - 0.5, str(name), ha="center", va="center", fontsize=9, clip_on=True,
+                        color="white" if color in ON_DARK else INK)
+    ax.set(title=title, xlabel="step", xlim=(0, steps or len(records)), ylim=(-len(pieces), 0), yticks=[-lane - 0.5 for lane in pieces],
+           yticklabels=[f"seat {lane}" for lane in pieces])
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    return counts
+
+
+def counted(lengths, number, continuous):
+    """The records that `timeline` draws, for requests that are all there at the start, by counting: {name: its steps}."""
+    waiting, seats, left, records = list(lengths), [None] * number, {}, []
+    while waiting or any(left.get(name) for name in seats):
+        admitted = []
+        for seat, name in enumerate(seats):
+            free = not left.get(name) if continuous else not any(left.get(other) for other in seats if other not in admitted)
+            if free:
+                seats[seat] = waiting.pop(0) if waiting else None
+                admitted += [seats[seat]] * (seats[seat] is not None)
+                left[seats[seat]] = lengths.get(seats[seat], 0)
+        rows = {name: 1 for name in seats if name is not None}
+        ended = {name: "length" for name in rows if left[name] == 1}
+        left.update({name: max(left[name] - 1, 0) for name in rows})
+        records.append(SimpleNamespace(rows=rows, seats=tuple(seats), finished=ended, admitted=tuple(admitted)))
+    return records
+
+
+def two_schedules():
+    """The same eight requests under static and under continuous batching: (figure, its alternative text)."""
+    lengths = {"A": 10, "B": 48, "C": 30, "D": 24, "E": 3, "F": 28, "G": 14, "H": 20}
+    figure, axes = plt.subplots(2, 1, figsize=(9, 4), sharex=True)
+    static, continuous = (counted(lengths, 4, kind) for kind in (False, True))
+    words = []
+    for ax, name, records in zip(axes, ("Static", "Continuous"), (static, continuous)):
+        counts = timeline(ax, records, f"{name} batching: {len(records)} steps", steps=len(static))
+        words.append(f"{name} batching takes {len(records)} steps, of {4 * len(records)} seats in steps {counts['riding']} "
+                     f"ride along and {counts['empty']} are empty")
+    axes[0].set_xlabel("")
+    return figure, (f"Two timelines of eight requests, {', '.join(f'{k} {n} steps' for k, n in lengths.items())}, on four seats. "
+                    f"{'. '.join(words)}. Static: E to H wait until B, the longest, has ended. Continuous: each enters when a "
+                    "seat is free.")
+
+
+def pages(ax, tables, lengths, num_blocks, block_size, title=""):
+    """Block tables above, the memory of `num_blocks` blocks below, a line from each entry to its block.
+
+    tables: {user: block table}, lengths: {user: tokens}. A slot has its user's colour, yellow if several users hold its
+    block; a held slot without a token is empty, a free block hatched. Returns the picture in words.
+    """
+    step, shift, said = 0.4 * block_size + 0.5, 0.0, []
+    holders = {b: [name for name, table in tables.items() if b in table] for b in range(num_blocks)}
+    for b, names in holders.items():
+        filled = max((lengths[n] - tables[n].index(b) * block_size for n in names), default=0)
+        for place in range(block_size if names else 0):
+            kind = "plain" if place >= filled else names[0] if len(names) == 1 else "weights"
+            box(ax, b * step + 0.4 * place, 0, kind, "", 0.4, 0.9)
+        if not names:
+            box(ax, b * step, 0, "pad", "", 0.4 * block_size, 0.9)
+        ax.text(b * step + 0.2 * block_size, -0.15, f"block {b}\n{' + '.join(names) or 'free'}", ha="center", va="top", fontsize=9)
+        said.append(f"block {b} {'shared by ' if len(names) > 1 else ''}{' and '.join(names) or 'free'}")
+    width = num_blocks * step - 0.5
+    for name, table in tables.items():
+        start = shift + (width / len(tables) - 1.1 * len(table)) / 2
+        ax.text(start - 0.2, 3.3, name, ha="right", va="center", weight="bold")
+        for i, b in enumerate(table):
+            box(ax, start + 1.1 * i, 2.9, name, str(b), 1.1, 0.8)
+            ax.plot([start + 1.1 * i + 0.55, b * step + 0.2 * block_size], [2.9, 0.9], color=COLORS[name], linewidth=1.5)
+        shift += width / len(tables)
+    bare(ax, title)
+    rows = "; ".join(f"{name}'s table is {list(table)}, {lengths[name]} tokens" for name, table in tables.items())
+    return f"{rows}. In the memory: {', '.join(said)}."
+
+
+def two_tables():
+    """Two users' block tables into one memory, the first block shared: (figure, its alternative text)."""
+    figure, ax = plt.subplots(figsize=(9, 3))
+    words = pages(ax, {"A": [5, 0, 3], "B": [5, 2]}, {"A": 17, "B": 13}, 6, 8,
+                  "Two users, one memory, blocks of 8: a table says where a row's tokens are")
+    return figure, f"Two block tables above a memory of six blocks of eight slots. {words} The last block of each is partly empty."
+
+
+PICTURES = {"one_trip": one_trip, "two_per_user": two_per_user, "two_ridges": two_ridges,
+            "work_and_windows": work_and_windows,
+            "two_schedules": two_schedules}                 # file name in figures/ -> its drawing function
 
 
 def svg(figure: Figure, alt: str) -> str:

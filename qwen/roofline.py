@@ -5,10 +5,34 @@ Weights are read once a step, whatever B is; keys, values and recurrent matrices
 (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785; for inference Pope et al. 2022, arXiv 2211.05102.)
 """
 from dataclasses import dataclass
+from math import inf
 
-from qwen.config import LINEAR
+from qwen.config import LINEAR, Config
 
 RECURRENT_BYTES = 4                                         # the recurrent matrix is fp32 whatever the weights are
+
+
+def number(unit: str, least: float = 0.0, most: float = inf, advice: str = "", **values):
+    """Refuse each value that is no number from least to most, above 0 and finite: almost always a slip of the unit."""
+    for name, value in values.items():
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (real and 0 < value < inf and least <= value <= most):
+            allowed = f"a number from {least:g} to {most:g}" if least else "a number above 0"
+            raise ValueError(f"{name} is {value!r} {unit}, expected {allowed}{advice and ': ' + advice}")
+
+
+def count(least: int, **values):
+    """Refuse each value that is no whole number of at least `least`."""
+    for name, value in values.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {value!r}, expected a whole number of at least {least}")
+
+
+def share(**values):
+    """Refuse each value that is no share of a whole."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+            raise ValueError(f"{name} is {value!r}, expected a share above 0 and up to 1 (70 % is 0.7)")
 
 
 @dataclass(frozen=True)
@@ -26,8 +50,7 @@ class Cost:
 
         bandwidth in bytes/s, peak in FLOP/s, both above 0. A real step lies between the two, or a little above.
         """
-        if not (bandwidth > 0 and peak > 0):
-            raise ValueError(f"bandwidth is {bandwidth} bytes/s and peak {peak} FLOP/s, expected both above 0")
+        number("bytes/s", bandwidth=bandwidth), number("FLOP/s", peak=peak)
         memory, compute = self.bytes / bandwidth, self.flops / peak
         return max(memory, compute), memory + compute
 
@@ -36,10 +59,9 @@ def projection_weights(config) -> int:
     """Weights of all matrices that every token is multiplied by, head and embedding apart."""
     c = config
     values = c.linear_num_value_heads * c.linear_value_head_dim
-    conv = 2 * c.linear_num_key_heads * c.linear_key_head_dim + values          # q, k, v
-    linear = c.hidden_size * (conv + values + 2 * c.linear_num_value_heads) + values * c.hidden_size
+    linear = c.hidden_size * (c.conv_dim + values + 2 * c.linear_num_value_heads) + values * c.hidden_size
     heads, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    full = c.hidden_size * (2 * heads + 2 * kv) + heads * c.hidden_size         # queries and gates, keys, values, output
+    full = c.hidden_size * (2 * heads + 2 * kv) + heads * c.hidden_size         # queries and gates, keys, values, out
     mlp = 3 * c.hidden_size * c.intermediate_size
     return sum((linear if kind == LINEAR else full) + mlp for kind in c.layer_types)
 
@@ -53,32 +75,8 @@ def kv_bytes_per_token(config, element_bytes: int = 2) -> int:
 def recurrent_bytes(config) -> int:
     """Bytes of one row's recurrent matrices (fp32), whatever its length."""
     layers = sum(kind == LINEAR for kind in config.layer_types)
-    return layers * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * RECURRENT_BYTES
-
-
-def step_cost(config, batch: int, context: int, tokens: int = 1, element_bytes: int = 4) -> dict[str, Cost]:
-    """The cost of one step, part by part.
-
-    batch rows, each with `context` tokens behind it and `tokens` new ones; element_bytes of a weight, a key or a
-    value (fp32 4, bf16 2). The head runs on one token a row. Activations are left out: they stay in the cache.
-    Attention of token i covers context + i + 1 keys; a token's read and write of a Dk × Dv matrix are 6·Dk·Dv FLOPs
-    (what the key finds, the correction, what the query reads) and Dk·Dv for the decay.
-    Raises ValueError for sizes that are no counts.
-    """
-    for name, value, least in (("batch", batch, 1), ("context", context, 0), ("tokens", tokens, 1)):
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} is {value!r}, expected a whole number of at least {least}")
-    rows = batch * tokens
-    weights, head = projection_weights(config), config.vocab_size * config.hidden_size
-    keys_seen = tokens * context + tokens * (tokens + 1) // 2                    # over a row's new tokens
-    full = sum(kind != LINEAR for kind in config.layer_types)
-    return {
-        "projections": Cost(weights * element_bytes, 2 * weights * rows),
-        "attention": Cost(batch * (context + tokens) * kv_bytes_per_token(config, element_bytes),
-                          4 * batch * keys_seen * full * config.num_attention_heads * config.head_dim),
-        "state": Cost(2 * batch * recurrent_bytes(config), 7 * rows * recurrent_bytes(config) // RECURRENT_BYTES),
-        "head": Cost(head * element_bytes, 2 * head * batch),
-    }
+    entries = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    return layers * entries * RECURRENT_BYTES
 
 
 def total(parts: dict[str, Cost]) -> Cost:
@@ -87,17 +85,6 @@ def total(parts: dict[str, Cost]) -> Cost:
 
 
 # What follows predicts from a data sheet. GB and TB are powers of ten; GiB and MiB of two.
-
-
-def _positive(what: str, value, unit: str, least: float, most: float, advice: str):
-    """Refuse a value outside the range in which any real one lies: almost always a slip of the unit."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError(f"{what} is {value!r} {unit}, expected a number from {least:.0e} to {most:.0e}: {advice}")
-
-
-def _count(what: str, value, least: int):
-    if type(value) is not int or value < least:
-        raise ValueError(f"{what} is {value!r}, expected a whole number of at least {least}")
 
 
 @dataclass(frozen=True)
@@ -114,9 +101,9 @@ class Hardware:
     capacity: float
 
     def __post_init__(self):
-        _positive(f"{self.name}: peak", self.peak, "FLOP/s", 1e9, 1e17, "a TFLOPS is 1e12 FLOP/s")
-        _positive(f"{self.name}: bandwidth", self.bandwidth, "bytes/s", 1e8, 1e15, "a TB/s is 1e12 bytes/s")
-        _positive(f"{self.name}: capacity", self.capacity, "bytes", 1e8, 1e14, "a GB is 1e9 bytes")
+        number("FLOP/s", 1e9, 1e17, "a TFLOPS is 1e12 FLOP/s, dense", **{f"{self.name}: peak": self.peak})
+        number("bytes/s", 1e8, 1e15, "a TB/s is 1e12 bytes/s", **{f"{self.name}: bandwidth": self.bandwidth})
+        number("bytes", 1e8, 1e14, "a GB is 1e9 bytes, a GiB 2**30", **{f"{self.name}: capacity": self.capacity})
 
     @property
     def ridge(self) -> float:
@@ -154,6 +141,11 @@ class Shape:
     recurrent_bytes: int = 0
     window_bytes: int = 0
 
+    def __post_init__(self):
+        count(1, parameters=self.parameters, element_bytes=self.element_bytes)
+        for name in ("projections", "head", "kv_bytes", "attention_flops", "recurrent_bytes", "window_bytes"):
+            count(0, **{name: getattr(self, name)})
+
     @property
     def weight_bytes(self) -> int:
         """Bytes that all parameters take up in memory."""
@@ -166,18 +158,30 @@ class Shape:
 
     def row_bytes(self, tokens: int) -> int:
         """Bytes that a row with this many tokens keeps in memory: affine in them."""
-        _count("tokens", tokens, 0)
+        count(0, tokens=tokens)
         return self.fixed_bytes + tokens * self.kv_bytes
 
+    def parts(self, batch: int, context: int, tokens: int = 1) -> dict[str, Cost]:
+        """What one step moves and does, part by part: batch rows, `context` tokens behind each, `tokens` new ones.
+
+        The head runs on one token a row. Activations are left out: they stay in the cache.
+        Attention of token i covers context + i + 1 keys; a token's read and write of a Dk × Dv matrix are 6·Dk·Dv
+        FLOPs (what the key finds, the correction, what the query reads) and Dk·Dv for the decay.
+        Raises ValueError for sizes that are no counts.
+        """
+        count(1, batch=batch, tokens=tokens), count(0, context=context)
+        rows, entries = batch * tokens, self.recurrent_bytes // RECURRENT_BYTES
+        keys_seen = tokens * context + tokens * (tokens + 1) // 2                # over a row's new tokens
+        return {
+            "projections": Cost(self.projections * self.element_bytes, 2 * self.projections * rows),
+            "attention": Cost(batch * (context + tokens) * self.kv_bytes, batch * keys_seen * self.attention_flops),
+            "state": Cost(2 * batch * self.recurrent_bytes, 7 * rows * entries),
+            "head": Cost(self.head * self.element_bytes, 2 * self.head * batch),
+        }
+
     def step(self, batch: int, context: int, tokens: int = 1) -> Cost:
-        """The cost of one step, as `step_cost` counts it. batch rows, `context` tokens behind each, `tokens` new ones."""
-        _count("batch", batch, 1), _count("context", context, 0), _count("tokens", tokens, 1)
-        keys_seen = tokens * context + tokens * (tokens + 1) // 2
-        moved = ((self.projections + self.head) * self.element_bytes
-                 + batch * ((context + tokens) * self.kv_bytes + 2 * self.recurrent_bytes))
-        done = batch * (2 * self.projections * tokens + 2 * self.head + self.attention_flops * keys_seen
-                        + 7 * tokens * self.recurrent_bytes // RECURRENT_BYTES)
-        return Cost(moved, done)
+        """The sum of `parts`."""
+        return total(self.parts(batch, context, tokens))
 
 
 def dense(name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int,
@@ -186,9 +190,7 @@ def dense(name: str, hidden: int, intermediate: int, layers: int, heads: int, kv
 
     All sizes as in its published config.json (arXiv 2407.21783 for Llama 3); element_bytes of a weight, key or value.
     """
-    for what, value in locals().copy().items():
-        if what != "name":
-            _count(what, value, 1)
+    count(1, **{what: value for what, value in locals().items() if what != "name"})
     layer = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * intermediate
     norms = (2 * layers + 1) * hidden
     return Shape(name, layers * layer, vocab * hidden, layers * layer + 2 * vocab * hidden + norms, element_bytes,
@@ -209,6 +211,18 @@ def hybrid(name: str, config, element_bytes: int = 2) -> Shape:
                  linear * c.conv_dim * (c.linear_conv_kernel_dim - 1) * element_bytes)
 
 
+def step_cost(config, batch: int, context: int, tokens: int = 1, element_bytes: int = 4) -> dict[str, Cost]:
+    """`Shape.parts` of a `qwen.config.Config`; element_bytes of a weight, a key or a value (fp32 4, bf16 2)."""
+    return hybrid("", config, element_bytes).parts(batch, context, tokens)
+
+
+QWEN_CONFIG = Config(                                       # Qwen3.5-0.8B, the text model, as published
+    vocab_size=248_320, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24,
+    layer_types=6 * (3 * ["linear_attention"] + ["full_attention"]), num_attention_heads=8, num_key_value_heads=2,
+    head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_conv_kernel_dim=4, rope_theta=1e7, partial_rotary_factor=0.25,
+    rms_norm_eps=1e-6, max_position_embeddings=262_144, tie_word_embeddings=True)
+QWEN_0_8B = hybrid("Qwen3.5-0.8B", QWEN_CONFIG)
 LLAMA_3_8B = dense("Llama-3-8B", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, head_dim=128,
                    vocab=128_256)
 
@@ -232,20 +246,32 @@ def bound_by(model: Shape, hardware: Hardware, batch: int, context: int) -> str:
     return "weights" if shared >= cost.bytes - shared else "caches"
 
 
+def _room(model, hardware, usable):
+    """Bytes that the weights leave of the usable share of the memory; 0 if they do not fit themselves."""
+    share(usable=usable)
+    return max(0, int(usable * hardware.capacity - model.weight_bytes))
+
+
 def rows_in_memory(model: Shape, hardware: Hardware, context: int, usable: float = 1.0) -> int:
     """The largest batch whose weights and caches fit; 0 if not even one row does.
 
-    context: tokens of each row; usable: the share of the memory that weights and caches may take, up to 1.
+    context: tokens of each row; usable: the share of the memory that weights and caches may take, up to 1
+    (vLLM's gpu_memory_utilization; the rest is for activations and the driver).
     """
-    _positive("usable", usable, "of the memory", 0.01, 1, "it is a share, 0.9 for 90 %")
-    return max(0, int(usable * hardware.capacity - model.weight_bytes) // max(1, model.row_bytes(context)))
+    return _room(model, hardware, usable) // max(1, model.row_bytes(context))
+
+
+def tokens_in_memory(model: Shape, hardware: Hardware, usable: float = 1.0) -> int:
+    """Tokens for whose keys and values there is room beside the weights, in no rows in particular: an engine's pool."""
+    count(1, kv_bytes=model.kv_bytes)
+    return _room(model, hardware, usable) // model.kv_bytes
 
 
 def rows_in_time(model: Shape, hardware: Hardware, context: int, promise: float) -> int:
     """The largest batch whose decode step takes at most `promise` seconds, at best; 0 if not even one row does."""
-    _positive("promise", promise, "seconds a token", 1e-6, 10, "50 ms are 0.05")
+    number("seconds a token", 1e-6, 10, "50 ms are 0.05", promise=promise)
     rows, more = 0, 1 << 40
-    while more:                                             # the step takes longer with every row: try large strides first
+    while more:                                             # the step takes longer with every row: large strides first
         if step_seconds(model, hardware, rows + more, context) <= promise:
             rows += more
         else:
@@ -253,8 +279,9 @@ def rows_in_time(model: Shape, hardware: Hardware, context: int, promise: float)
     return rows
 
 
-def largest_batch(model: Shape, hardware: Hardware, context: int, promise: float, usable: float = 1.0) -> tuple[int, str]:
-    """(the largest batch, what binds: "memory" or "time") for rows of `context` tokens and `promise` seconds a token."""
+def largest_batch(model: Shape, hardware: Hardware, context: int, promise: float,
+                  usable: float = 1.0) -> tuple[int, str]:
+    """(the largest batch, what binds: "memory" or "time"): rows of `context` tokens, `promise` seconds a token."""
     memory = rows_in_memory(model, hardware, context, usable)
     time = rows_in_time(model, hardware, context, promise)
     return (memory, "memory") if memory <= time else (time, "time")

@@ -1,21 +1,16 @@
-"""Capacity and cost: each formula again from first principles, and against tensors of the shipped model."""
+"""Money, load, queues and what a user sees: each formula again from first principles."""
 import subprocess
 import sys
 from math import factorial, inf, nan
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import pytest
 import torch
-from helpers import random_model, small_config
-from test_roofline import PUBLISHED
 
-from qwen import capacity, roofline
-from qwen.cache import State
-from qwen.capacity import Footprint
-from qwen.model import Model
-from qwen.weights import find_model
-
-LLAMA = Footprint(weight_bytes=16 * 10 ** 9, token_bytes=131_072, token_flops=16 * 10 ** 9)
-H100 = dict(bandwidth=3.35e12, peak=989.4e12)
+from qwen import capacity, figures
 
 
 def test_a_million_tokens():
@@ -101,70 +96,8 @@ def test_goodput_counts_who_got_both():
     assert capacity.end_to_end(0.5, 0.02, 1) == 0.5 and capacity.end_to_end(0.5, 0.02, 500) == pytest.approx(0.5 + 499 * 0.02)
 
 
-def test_published_bytes():
-    """Case 25 and the fixed part."""
-    assert capacity.kv_bytes_per_token(6, 2, 256) == 12_288 == capacity.footprint(PUBLISHED).token_bytes
-    assert capacity.kv_bytes_per_token(6, 2, 1024 // 8) == 6_144
-    assert capacity.kv_bytes_per_token(6, 8, 256) == 49_152 == capacity.kv_bytes_per_token(24, 2, 256)
-    assert capacity.kv_bytes_per_token(32, 8, 128) == 131_072
-    assert capacity.conv_bytes(PUBLISHED) == 663_552
-    assert capacity.footprint(PUBLISHED).fixed_bytes == 18 * 2 ** 20 + 663_552
-
-
-def assert_a_real_state_has_these_bytes(model):
-    config, rows, tokens = model.config, 3, 11
-    state = State(model, rows, max_len=tokens)              # + 1 spare slot in each row
-    row = capacity.footprint(config, element_bytes=4)
-    kv = sum(c[:, :, :tokens].nbytes for cache in (state.k, state.v) for c in cache.values())
-    fixed = sum(t.nbytes for cache in (state.conv, state.recurrent) for t in cache.values())
-    assert kv == rows * tokens * row.token_bytes
-    assert sum(t.nbytes for t in state.conv.values()) == rows * capacity.conv_bytes(config, 4)
-    assert fixed == rows * row.fixed_bytes
-    assert kv + fixed == rows * row.row_bytes(tokens)
-    matrices = sum(w.nbytes for w in model.parameters() if w.dim() == 2)
-    assert row.weight_bytes == matrices
-
-
-def test_bytes_of_the_shipped_model():
-    assert_a_real_state_has_these_bytes(Model.from_pretrained(find_model()))
-
-
-def test_bytes_of_another_shape():
-    assert_a_real_state_has_these_bytes(random_model(num_key_value_heads=1, head_dim=24, linear_num_value_heads=2))
-
-
-def test_an_untied_head_is_counted():
-    tied, untied = (capacity.footprint(small_config(tie_word_embeddings=tie)) for tie in (True, False))
-    assert untied.weight_bytes - tied.weight_bytes == 64 * 32 * 2 and untied.token_flops == tied.token_flops
-
-
-def test_step_time_is_the_rooflines():
-    """The two files count the same step, windows apart, which the roofline leaves out."""
-    parts = roofline.step_cost(PUBLISHED, 16, context=499, element_bytes=2)
-    ours = capacity.decode_seconds(capacity.footprint(PUBLISHED), 16, 500, **H100)
-    assert ours == pytest.approx(roofline.total(parts).seconds(**H100)[0], rel=0.02)
-    assert capacity.decode_seconds(LLAMA, 1, 0, **H100) == pytest.approx(4.776e-3, rel=1e-3)
-    assert round(64 / capacity.decode_seconds(LLAMA, 64, 0, **H100), -2) == 13_400
-
-
-@pytest.mark.parametrize("tokens, limit", [(2000, 0.02), (2000, 0.05), (100, 0.03), (8000, 0.0101)])
-@pytest.mark.parametrize("model", [LLAMA, capacity.footprint(PUBLISHED)])
-def test_the_largest_batches_by_trying(model, tokens, limit):
-    memory = 80e9
-    by_memory = next(b for b in range(10 ** 6) if model.weight_bytes + (b + 1) * model.row_bytes(tokens) > 0.9 * memory)
-    by_latency = next(b for b in range(10 ** 6) if capacity.decode_seconds(model, b + 1, tokens, **H100) > limit)
-    assert capacity.batch_by_memory(model, tokens, memory) == by_memory
-    assert capacity.batch_by_latency(model, tokens, limit, **H100) == by_latency
-    assert capacity.largest_batch(model, tokens, memory, limit, **H100) == (
-        (by_memory, "memory") if by_memory <= by_latency else (by_latency, "latency"))
-
-
-def test_tokens_and_blocks():
-    assert capacity.kv_tokens(LLAMA, 80e9) == int(56e9 / 131_072)
+def test_blocks():
     assert [capacity.blocks(n, 8) for n in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 3]
-    assert capacity.prefill_seconds(LLAMA, 2000, **H100) == pytest.approx(2000 * 16e9 / 989.4e12)
-    assert capacity.prefill_seconds(LLAMA, 10, **H100) == pytest.approx(16e9 / 3.35e12)
-    assert capacity.batch_by_latency(LLAMA, 10, 0.004, **H100) == 0
 
 
 @pytest.mark.parametrize("call, found", [
@@ -178,16 +111,13 @@ def test_tokens_and_blocks():
     (lambda: capacity.gpus_for_rate(inf, 3000), "demand is inf"),
     (lambda: capacity.erlang_c(2, 2.5), "2.5 servers' work is offered to 2"),
     (lambda: capacity.to_bytes(80, "gb"), "the unit is 'gb', expected one of B, KB"),
-    (lambda: capacity.decode_seconds(LLAMA, 1, 0, 3.35, 989.4e12), r"bandwidth is 3.35 bytes/s, .* \(1 TB/s is 1e12"),
-    (lambda: capacity.decode_seconds(LLAMA, 1, 0, 3.35e12, 989.4), r"peak is 989.4 FLOP/s, .*dense"),
-    (lambda: capacity.batch_by_memory(LLAMA, 10, 80), r"memory_bytes is 80 bytes, .* \(1 GB is 1e9"),
-    (lambda: capacity.batch_by_memory(LLAMA, 10, 17e9), "the weights take 16.00 GB and the engine may use 15.30 GB"),
-    (lambda: capacity.batch_by_memory(LLAMA, 10, 80e9, 90), "share is 90"),
     (lambda: capacity.waits([1], [1, 2], 1), "1 arrivals and 2 services"),
     (lambda: capacity.goodput([1], [], 1, 1, 1), "1 first-token times and 0 token times"),
     (lambda: capacity.useful([3, 0]), "the length of row 1 is 0"),
     (lambda: capacity.blocks(0), "tokens is 0"),
-    (lambda: Footprint(0, 1), "weight_bytes is 0"),
+    (lambda: capacity.blocks(10, 2.5), "block_size is 2.5, expected a whole number of at least 1"),
+    (lambda: capacity.in_system(0, 25), "per_second is 0 1/s, expected a number above 0"),
+    (lambda: capacity.end_to_end(0.5, -0.02, 500), "per_token is -0.02 s, expected"),
 ])
 def test_what_is_refused(call, found):
     with pytest.raises(ValueError, match=found) as error:
@@ -198,3 +128,11 @@ def test_what_is_refused(call, found):
 def test_it_needs_no_torch():
     code = "import qwen.capacity, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_picture_has_boxes_of_one_area():
+    figure, alt = figures.work_and_windows()
+    areas = [patch.get_width() * patch.get_height() for patch in figure.axes[0].patches]
+    assert areas == pytest.approx(3 * [200 * 800 / 2500 / 0.7])
+    assert "60 seconds wide and 1.52 GPUs high, 2 rented" in alt and "10 seconds wide and 9.14 GPUs high, 10 rented" in alt
+    plt.close(figure)

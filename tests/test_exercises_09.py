@@ -1,10 +1,11 @@
 """Chapter 09's exercises: untouched, right, differently right, and the wrong answers that tempt (cases 25 and 26)."""
+from dataclasses import replace
 from math import ceil, floor
 
 import torch
 from chapter_exercises import exercise_tests
 
-from qwen import capacity
+from qwen import capacity, roofline
 
 
 def gpus_by_counting(users, speed, per_gpu, utilisation):
@@ -22,13 +23,14 @@ def rows_by_filling(gib, share, weight_bytes, fixed_bytes, token_bytes, tokens):
 
 
 def rows_of_the_package(gib, share, weight_bytes, fixed_bytes, token_bytes, tokens):
-    model = capacity.Footprint(int(weight_bytes), token_bytes, int(fixed_bytes))
-    return capacity.batch_by_memory(model, tokens, capacity.to_bytes(gib, "GiB"), share)
+    model = roofline.Shape("", 0, 0, int(weight_bytes), 1, token_bytes, 0, int(fixed_bytes))
+    hardware = replace(roofline.HARDWARE["H100 SXM"], capacity=capacity.to_bytes(gib, "GiB"))
+    return roofline.rows_in_memory(model, hardware, tokens, share)
 
 
 RIGHT = {
     "09.1": [capacity.cost_per_million, lambda d, t: 1e6 / (t * 60 * 60) * d],
-    "09.2": [lambda n, f, d, h, k, w, b: capacity.kv_bytes_per_token(f, k, w, b),
+    "09.2": [lambda n, f, d, h, k, w, b: roofline.dense("", d, 1, f, h, k, w, 1, b).kv_bytes,
              lambda n, f, d, h, k, w, b: sum(torch.zeros(k, w).numel() * b for _ in range(2 * f))],
     "09.3": [rows_of_the_package, rows_by_filling, lambda g, s, w, f, t, n: (g * 2 ** 30 * s - w) // (f + t * n)],
     "09.4": [lambda u, s, p, r: capacity.gpus_for_rate(u * s, p, r), gpus_by_counting],

@@ -1,6 +1,7 @@
 """The arithmetic of a step against the tensors and the products of a real one."""
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,10 @@ def test_the_published_numbers():
     """Case 25: KV per token from head_dim, KV heads and full-attention layers only."""
     assert roofline.kv_bytes_per_token(PUBLISHED, 2) == 12_288
     assert roofline.recurrent_bytes(PUBLISHED) == 18 * 2 ** 20
+    for slip, wrong in (({"head_dim": 1024 // 8}, 6_144), ({"num_key_value_heads": 8}, 49_152),
+                        ({"layer_types": 24 * ["full_attention"]}, 49_152)):
+        assert roofline.kv_bytes_per_token(replace(PUBLISHED, **slip), 2) == wrong
+    assert roofline.QWEN_CONFIG == PUBLISHED
     matrices = roofline.projection_weights(PUBLISHED) + 248_320 * 1024
     assert 0.999 < matrices / 752_393_024 < 1               # the rest are norms, convolutions and two numbers a head
 
@@ -55,6 +60,22 @@ def test_flops_are_those_of_real_products(batch, context, tokens):
     assert abs(counter.get_total_flops() / counted - 1) < 0.02
 
 
+def test_a_prompt_by_first_principles():
+    """Every part of one step of the published model, counted layer by layer from its sizes."""
+    batch, context, tokens = 3, 11, 5
+    linear = 1024 * (2 * 16 * 128 + 16 * 128) + 1024 * 16 * 128 + 2 * 1024 * 16 + 16 * 128 * 1024   # qkv, z, b and a, out
+    full = 1024 * 2 * 8 * 256 + 2 * 1024 * 2 * 256 + 8 * 256 * 1024                                 # q and gate, k, v, o
+    matrices = 18 * linear + 6 * full + 24 * 3 * 1024 * 3584
+    rows = batch * tokens
+    keys = batch * sum(context + i + 1 for i in range(tokens))
+    assert step_cost(PUBLISHED, batch, context, tokens, element_bytes=2) == {
+        "projections": Cost(2 * matrices, 2 * matrices * rows),
+        "attention": Cost(batch * (context + tokens) * 12_288, keys * 6 * 8 * (2 * 256 + 2 * 256)),
+        "state": Cost(batch * 2 * 18 * 16 * 128 * 128 * 4, rows * 18 * 16 * 7 * 128 * 128),
+        "head": Cost(2 * 248_320 * 1024, batch * 2 * 248_320 * 1024),
+    }
+
+
 def test_weights_are_read_once_and_states_once_a_row():
     one, ten = (step_cost(PUBLISHED, batch, context=100) for batch in (1, 10))
     for part in ("projections", "head"):
@@ -74,8 +95,10 @@ def test_a_prompt_of_several_tokens():
 def test_seconds():
     assert Cost(100, 30).seconds(bandwidth=10, peak=10) == (10, 13)
     assert total({"a": Cost(1, 2), "b": Cost(3, 4)}) == Cost(4, 6)
-    with pytest.raises(ValueError, match="bandwidth is 0 bytes/s"):
+    with pytest.raises(ValueError, match="bandwidth is 0 bytes/s, expected a number above 0"):
         Cost(1, 1).seconds(0, 1)
+    with pytest.raises(ValueError, match="peak is -1 FLOP/s, expected a number above 0"):
+        Cost(1, 1).seconds(1, -1)
 
 
 @pytest.mark.parametrize("call, found", [((0, 5), "batch is 0"), ((1, -1), "context is -1"), ((1, 1, 0), "tokens is 0"),

@@ -14,10 +14,13 @@ from test_roofline import PUBLISHED
 
 from qwen import figures, roofline
 from qwen.cache import State
-from qwen.roofline import HARDWARE, LLAMA_3_8B, Hardware, hybrid, step_cost, total
+from qwen.model import Model
+from qwen.roofline import HARDWARE, LLAMA_3_8B, Hardware, Shape, hybrid, step_cost, total
+from qwen.weights import find_model
 
 H100 = HARDWARE["H100 SXM"]
 QWEN = hybrid("Qwen3.5-0.8B", PUBLISHED)
+ROUND = Shape("a round 8 billion", 8 * 10 ** 9, 0, 8 * 10 ** 9, 2, 131_072, 0)
 
 
 def test_the_table():
@@ -29,7 +32,7 @@ def test_the_table():
 
 
 @pytest.mark.parametrize("change, found", [
-    ({"peak": 989.4}, "peak is 989.4 FLOP/s.*TFLOPS is 1e12"), ({"bandwidth": 3.35}, "bandwidth is 3.35 bytes/s.*TB/s is 1e12"),
+    ({"peak": 989.4}, "peak is 989.4 FLOP/s.*TFLOPS is 1e12 FLOP/s, dense"), ({"bandwidth": 3.35}, "bandwidth is 3.35 bytes/s.*TB/s is 1e12"),
     ({"capacity": 80}, "capacity is 80 bytes.*GB is 1e9"), ({"peak": -1e12}, "peak is -1"), ({"bandwidth": 0}, "bandwidth is 0"),
     ({"bandwidth": 3350}, "bandwidth is 3350"), ({"peak": math.nan}, "peak is nan"), ({"capacity": math.inf}, "capacity is inf"),
     ({"peak": "989 TFLOPS"}, "peak is '989 TFLOPS'"), ({"capacity": True}, "capacity is True"),
@@ -62,12 +65,37 @@ def test_the_hybrid_in_memory():
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 1, "linear_num_value_heads": 2, "head_dim": 24},
                                      {"tie_word_embeddings": False}])
 def test_a_shape_is_a_real_model(changes):
-    model, paper = random_model(**changes), hybrid("real", small_config(**changes), element_bytes=4)
+    assert_a_real_state_has_these_bytes(random_model(**changes), hybrid("real", small_config(**changes), element_bytes=4))
+
+
+def test_a_shape_is_the_shipped_model():
+    model = Model.from_pretrained(find_model())
+    assert_a_real_state_has_these_bytes(model, hybrid("shipped", model.config, element_bytes=4))
+
+
+def assert_a_real_state_has_these_bytes(model, paper):
+    rows, tokens = 3, 8
     assert paper.parameters == sum(p.numel() for p in model.parameters())
-    state = State(model, 3, max_len=8)
-    kept = sum(cache[:, :, :8].nbytes for kind in (state.k, state.v) for cache in kind.values())
-    kept += sum(t.nbytes for kind in (state.conv, state.recurrent) for t in kind.values())
-    assert kept == 3 * paper.row_bytes(8)
+    assert paper.weight_bytes == sum(p.nbytes for p in model.parameters())
+    state = State(model, rows, max_len=tokens)              # + 1 spare slot in each row
+    kv = sum(cache[:, :, :tokens].nbytes for kind in (state.k, state.v) for cache in kind.values())
+    conv, recurrent = (sum(t.nbytes for t in kind.values()) for kind in (state.conv, state.recurrent))
+    assert (kv, conv, recurrent) == (rows * tokens * paper.kv_bytes, rows * paper.window_bytes, rows * paper.recurrent_bytes)
+    assert conv + recurrent == rows * paper.fixed_bytes
+    assert kv + conv + recurrent == rows * paper.row_bytes(tokens)
+
+
+def test_an_untied_head_takes_memory_and_no_time():
+    tied, untied = (hybrid("", small_config(tie_word_embeddings=tie)) for tie in (True, False))
+    assert untied.weight_bytes - tied.weight_bytes == 64 * 32 * 2 and untied.step(2, 5) == tied.step(2, 5)
+
+
+def test_the_round_8_billion():
+    """Errata 11 and 12: the bound, with the weights alone."""
+    assert roofline.step_seconds(ROUND, H100, 1, 0) == pytest.approx(4.776e-3, rel=1e-3)
+    assert round(64 * 3.35e12 / 16e9, -2) == 13_400
+    assert roofline.step_seconds(ROUND, H100, 1, 0, 2000) == pytest.approx(2000 * 16e9 / 989.4e12)
+    assert roofline.step_seconds(ROUND, H100, 1, 0, 10) == pytest.approx((16e9 + 10 * 131_072) / 3.35e12)
 
 
 @pytest.mark.parametrize("batch, context, tokens", [(1, 0, 1), (3, 7, 1), (64, 1000, 1), (2, 0, 33), (2, 5, 4)])
@@ -106,12 +134,19 @@ def test_limits_that_nobody_meets():
     assert roofline.rows_in_memory(LLAMA_3_8B, small, 10) == 0
     assert roofline.rows_in_time(LLAMA_3_8B, H100, 10, 0.001) == 0
     assert roofline.largest_batch(LLAMA_3_8B, small, 10, 0.1) == (0, "memory")
+    assert roofline.rows_in_memory(ROUND, replace(H100, capacity=17e9), 10, usable=0.9) == 0
+    assert roofline.tokens_in_memory(ROUND, replace(H100, capacity=17e9), usable=0.9) == 0
+    assert roofline.tokens_in_memory(ROUND, H100, usable=0.9) == int(56e9 / 131_072)
     assert roofline.rows_in_memory(LLAMA_3_8B, H100, 1000, usable=0.9) == int((72e9 - 2 * 8_030_261_248) // 131_072_000)
 
 
 @pytest.mark.parametrize("call, found", [
     (lambda: roofline.rows_in_time(LLAMA_3_8B, H100, 10, 50), "promise is 50 seconds.*50 ms are 0.05"),
-    (lambda: roofline.rows_in_memory(LLAMA_3_8B, H100, 10, 90), "usable is 90 of the memory.*a share"),
+    (lambda: roofline.rows_in_memory(LLAMA_3_8B, H100, 10, 90), r"usable is 90, expected a share .* \(70 % is 0.7\)"),
+    (lambda: roofline.tokens_in_memory(LLAMA_3_8B, H100, 0), "usable is 0, expected a share above 0"),
+    (lambda: roofline.tokens_in_memory(replace(LLAMA_3_8B, kv_bytes=0), H100), "kv_bytes is 0, expected"),
+    (lambda: replace(LLAMA_3_8B, parameters=0), "parameters is 0, expected a whole number of at least 1"),
+    (lambda: replace(LLAMA_3_8B, kv_bytes=-1), "kv_bytes is -1"), (lambda: replace(LLAMA_3_8B, head=1.5), "head is 1.5"),
     (lambda: roofline.step_seconds(LLAMA_3_8B, H100, 0, 10), "batch is 0"),
     (lambda: roofline.step_seconds(LLAMA_3_8B, H100, 1, 10.5), "context is 10.5"),
     (lambda: roofline.dense("x", 8, 8, 0, 1, 1, 8, 8), "layers is 0"),

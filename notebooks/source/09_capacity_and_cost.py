@@ -8,13 +8,15 @@
 # number of GPUs without mixing up work and rate, say how long people queue, find the largest batch that memory and
 # your promise to the users allow, and set and check an engine's options from that.
 #
-# It runs in about twelve seconds on two cores and needs nothing but this repository. All of it is arithmetic, in
-# `qwen/capacity.py`; GPU figures are put in by hand. Words and symbols are listed in the [glossary](GLOSSARY.md). Several
+# It runs in about twelve seconds on two cores and needs nothing but this repository. All of it is arithmetic:
+# `qwen/capacity.py` has money, load and queues, `qwen/roofline.py` the time and memory of a batch (chapter 05). GPU
+# figures are put in by hand. Words and symbols are listed in the [glossary](GLOSSARY.md). Several
 # cells ask for a prediction. The outputs are already below them: to predict honestly, choose
 # *Edit > Clear Outputs of All Cells* first.
 
 # %%
 import math
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -22,10 +24,10 @@ import torch
 
 from qwen import capacity, figures, roofline, widgets
 from qwen.cache import State
-from qwen.capacity import Footprint
 from qwen.chat import Chat, build_prompt
 from qwen.exercises import check
 from qwen.model import Model
+from qwen.roofline import HARDWARE, LLAMA_3_8B, QWEN_0_8B
 from qwen.sample import generate
 from qwen.weights import find_model
 
@@ -36,8 +38,8 @@ chat = Chat(model, find_model())
 # %% [markdown]
 # ## A million tokens
 #
-# Prices are quoted for a million tokens. A rented GPU costs \$2.50 an hour. Alone, a user gets 50 tokens a second out of
-# it; a batch of 64 makes 2,000 a second for everyone together.
+# Prices are quoted for a million tokens. A rented GPU costs \$2.50 an hour. Alone, a user gets 50 tokens a second out
+# of it; a batch of 64 makes 2,000 a second for everyone together.
 #
 # **By hand:** what does one second cost, and how many tokens are made in it? **Predict** the price of a million, twice.
 
@@ -47,7 +49,8 @@ for speed in (50, 2000):
     by_hand = dollars / tokens * 1e6
     assert math.isclose(by_hand, capacity.cost_per_million(2.50, speed))
     wrong = 2.50 / 1000 / speed * 1e6                   # wrong: an hour of 1,000 seconds
-    print(f"{speed:5} tokens/s: ${by_hand:.4g} a million; popular and wrong: ${wrong:.4g}; {wrong / by_hand:.1f} times too high")
+    print(f"{speed:5} tokens/s: ${by_hand:.4g} a million; popular and wrong: ${wrong:.4g}, "
+          f"{wrong / by_hand:.1f} times too high")
 
 # %% [markdown]
 # The wrong pair is easy to meet, because its *ratio* is right: the batch is 40 times cheaper either way. Whoever checks
@@ -57,43 +60,44 @@ for speed in (50, 2000):
 capacity.cost_per_million(2.50, 0)
 
 # %% [markdown]
-# That is the price at *full* use: every token somebody's, every hour. Rows that ride along until the longest answer ends
-# (chapter 06) are computed and not useful, and the bill is for the computed ones.
+# That is the price at *full* use: every token somebody's, every hour. Rows that ride along until the longest answer
+# ends (chapter 06) are computed and not useful, and the bill is for the computed ones.
 #
 # **By hand:** answers of 3 and 50 tokens, batched until both are done. How many tokens are computed, how many useful?
 
 # %%
 made, computed = capacity.useful([3, 50])
 price = capacity.cost_per_million(2.50, 2000)
-print(f"{made} useful of {computed} computed: ${price:.3f} becomes ${price * computed / made:.3f} for a million useful tokens")
+print(f"{made} useful of {computed} computed: ${price:.3f} becomes ${price * computed / made:.3f} "
+      "for a million useful tokens")
 for share in (1.0, 0.7, 0.3):
     print(f"GPU busy {share:4.0%} of the hour it is paid for: ${price / share:.3f}")
 
 # %% [markdown]
 # ## Which tokens a second?
 #
-# Of an 8B model on an H100 (16 GB of weights in bf16, 3.35 TB/s, 989.4 TFLOPS dense) you may read "3,000 tokens a second
+# Of Llama-3-8B on an H100 (16 GB of weights in bf16, 3.35 TB/s, 989.4 TFLOPS dense) you may read "3,000 tokens a second
 # at batch 64". The *roofline* (chapter 05) says how many at most: a step has to read the weights once, and every row's
 # keys and values.
 #
 # **Predict:** is 3,000 near the bound, or far below it?
 
 # %%
-H100 = dict(bandwidth=3.35e12, peak=989.4e12)           # bytes/s, dense FLOP/s
-MEMORY = capacity.to_bytes(80, "GB")
-kv = capacity.kv_bytes_per_token(layers=32, kv_heads=8, head_dim=128)
-llama = Footprint(weight_bytes=16 * 10 ** 9, token_bytes=kv, token_flops=2 * 8 * 10 ** 9)
-print(f"{kv:,} bytes of keys and values a token; one user's step {capacity.decode_seconds(llama, 1, 0, **H100) * 1000:.2f} ms")
+H100, llama = HARDWARE["H100 SXM"], LLAMA_3_8B
+by_hand = 16e9 / 3.35e12                                # s: a round 8 billion weights, and nothing else
+print(f"weights alone: {by_hand * 1000:.2f} ms a step, at most {round(64 / by_hand, -2):,.0f} tokens/s")
 for tokens in (0, 1000, 2000):
-    step = capacity.decode_seconds(llama, 64, tokens, **H100)
-    print(f"batch 64, {tokens:4} tokens each: {step * 1000:5.2f} ms a step, at most {round(64 / step, -2):6,.0f} tokens/s; "
-          f"3,000 is {3000 * step / 64:.0%} of that")
+    step = roofline.step_seconds(llama, H100, 64, tokens)
+    print(f"{llama.name}, batch 64, {tokens:4} tokens each: {step * 1000:4.2f} ms a step, "
+          f"at most {round(64 / step, -2):6,.0f} tokens/s; 3,000 is {3000 * step / 64:.0%} of that")
 
 # %% [markdown]
-# Both figures are honest, of different things. The first is what an engine got out of one workload: prefill, sampling,
-# scheduling and the network are in it. The second is a bound for decode alone. Size a deployment with the first,
-# measured on **your** traffic; use the second to see how much is left to win. Never divide one document's load by another
-# document's bound. From here on 3,000 is the engine's figure.
+# (The embedding is a table of which a step reads a few rows, so the real model's first line is above the round one.)
+#
+# Both kinds of figure, 3,000 and the bound, are honest, of different things. The first is what an engine got out of one
+# workload: prefill, sampling, scheduling and the network are in it. The second is a bound for decode alone. Size a
+# deployment with the first, measured on **your** traffic; use the second to see how much is left to win. Never divide
+# one document's load by another document's bound. From here on 3,000 is the engine's figure.
 #
 # ## The load: rates first
 #
@@ -105,8 +109,8 @@ for tokens in (0, 1000, 2000):
 # %%
 users, each, answer, per_gpu = 100, 20, 500, 3000       # users, tokens/s, tokens, tokens/s
 demand = users * each                                   # users × tokens/s = tokens/s
-print(f"demand {demand:,} tokens/s, {demand / per_gpu:.2f} of a GPU; "
-      f"at 70 % utilisation {demand / per_gpu / 0.7:.2f}: {capacity.gpus_for_rate(demand, per_gpu, 0.7)} GPU")
+print(f"demand {demand:,} tokens/s, {demand / per_gpu:.2f} of a GPU; at 70 % utilisation "
+      f"{demand / per_gpu / 0.7:.2f}: {capacity.gpus_for_rate(demand, per_gpu, 0.7)} GPU")
 
 # %% [markdown]
 # *Utilisation* is the share of the time in which a GPU is busy. Why not 100 %? That is the section on queues below.
@@ -115,13 +119,15 @@ print(f"demand {demand:,} tokens/s, {demand / per_gpu:.2f} of a GPU; "
 
 # %%
 seconds = answer / each                                 # 25 s of generation
-print(f"each answer takes {seconds:.0f} s; 100 users × 25 s = {users * seconds:,.0f} user-seconds, and that is all users")
+print(f"each answer takes {seconds:.0f} s; 100 users × 25 s = {users * seconds:,.0f} user-seconds, "
+      "and that is all users")
 twice = users * seconds * users                         # wrong: the users are in there twice
-print(f"× 100 users again = {twice:,.0f} 'token-seconds'; / 3,000 = {twice / per_gpu:.0f} 'GPU-seconds'; "
+print(f"× 100 users again = {twice:,.0f} 'token-seconds'; "
+      f"/ 3,000 = {twice / per_gpu:.0f} 'GPU-seconds'; "
       f"/ 25 s = {twice / per_gpu / seconds:.1f} 'GPUs', told as 3.5")
 work = capacity.gpu_seconds(users, answer, per_gpu)
-print(f"right: {users} answers × {answer} tokens = {users * answer:,} tokens; / 3,000 tokens/s = {work:.1f} GPU-seconds; "
-      f"/ 25 s = {work / seconds:.2f} GPUs")
+print(f"right: {users} answers × {answer} tokens = {users * answer:,} tokens; / 3,000 tokens/s = "
+      f"{work:.1f} GPU-seconds; / 25 s = {work / seconds:.2f} GPUs")
 
 # %% [markdown]
 # "Token-seconds" is not a unit of work: time stands in it already and is divided by a rate again. One way to the 2,500
@@ -134,7 +140,7 @@ print(f"right: {users} answers × {answer} tokens = {users * answer:,} tokens; /
 
 # %%
 def estimate_gpus(concurrent_users, avg_output_tokens, tokens_per_sec_per_gpu, target_util=0.7):
-    total = concurrent_users * avg_output_tokens        # tokens, though it is often called "token-seconds"
+    total = concurrent_users * avg_output_tokens        # tokens, though often called "token-seconds"
     return math.ceil(total / tokens_per_sec_per_gpu / target_util)
 
 
@@ -142,7 +148,16 @@ returned = estimate_gpus(200, 800, 2500)
 work = capacity.gpu_seconds(200, 800, 2500, utilisation=0.7)
 print(f"estimate_gpus returns {returned}, and those are GPU-seconds: {work:.1f} before rounding")
 for window in (60, 30, 10):
-    print(f"to be done in {window} s: {work / window:.2f}, so {capacity.gpus_for_work(work, window)} GPUs")
+    rented = capacity.gpus_for_work(work, window)
+    print(f"to be done in {window} s: {work / window:.2f}, so {rented} GPUs")
+bound = 32 / (14e9 / H100.bandwidth)
+print(f"(2,500 is an engine's figure too, 7B at batch 32; the weights alone allow {bound:,.0f})")
+
+# %% [markdown]
+# An amount of work is an area, time times GPUs. The window is its width, so the window decides the height:
+
+# %%
+figures.show(*figures.work_and_windows())
 
 # %% [markdown]
 # ## Little's law
@@ -151,8 +166,8 @@ for window in (60, 30, 10):
 # nothing of how they arrive; only that the queue neither grows nor shrinks in the long run
 # (Little 1961, doi 10.1287/opre.9.3.383). It turns "concurrent users" into arrivals and back.
 #
-# **By hand:** 100 are there, each stays 25 s. How many arrive a second? And how many rows of the batch are taken, if the
-# GPU gives each row its full speed, 3,000 / 64 tokens a second, instead of 20?
+# **By hand:** 100 are there, each stays 25 s. How many arrive a second? And how many rows of the batch are taken, if
+# the GPU gives each row its full speed, 3,000 / 64 tokens a second, instead of 20?
 
 # %%
 ROWS = 64
@@ -160,17 +175,17 @@ arrivals = users / seconds                              # requests/s
 row_speed = per_gpu / ROWS                              # tokens/s of one row in the full batch
 stay = answer / row_speed                               # s
 busy = capacity.in_system(arrivals, stay)
-print(f"{arrivals:.0f} requests/s × {answer} tokens = {arrivals * answer:,.0f} tokens/s, the demand again")
-print(f"a row makes {row_speed:.1f} tokens/s, so an answer takes {stay:.1f} s and {busy:.1f} of {ROWS} rows are taken: "
-      f"{busy / ROWS:.0%}")
+print(f"{arrivals:.0f} requests/s × {answer} tokens = {arrivals * answer:,.0f} tokens/s, the demand")
+print(f"a row makes {row_speed:.1f} tokens/s, so an answer takes {stay:.1f} s "
+      f"and {busy:.1f} of {ROWS} rows are taken: {busy / ROWS:.0%}")
 
 # %% [markdown]
 # Three ways, one answer: 67 % of one GPU. The 100 read at 20 tokens a second for 25 s; the GPU is done with each after
 # 10.7 s. 42.7 are being computed; the other 57 read text that is already there.
 #
-# (A batch that is not full steps faster, so its rows are, if anything, faster.
-# And users who wait for their answer before they ask again slow down when the server does; this chapter lets them arrive
-# regardless, which is the harder case.)
+# (A batch that is not full steps faster, so its rows are, if anything, faster. And users who wait for their answer
+# before they ask again slow down when the server does; this chapter lets them arrive regardless, which is the harder
+# case.)
 #
 # ## Queues: why not 100 %?
 #
@@ -197,20 +212,22 @@ for load in (0.67, 0.8, 0.9, 0.95):
     wait = capacity.mean_wait(load * ROWS / stay, stay, ROWS)
     drawn = simulate(load, n=400_000)
     close = abs((drawn > 0).mean() - formula) < 0.05 and abs(drawn.mean() - wait) < 0.1 + wait / 4
-    print(f"{load:.0%} busy: {formula:6.1%} wait, {wait:5.2f} s on average; the simulation agrees: {close}")
+    print(f"{load:.0%} busy: {formula:6.1%} wait, {wait:5.2f} s on average; "
+          f"the simulation agrees: {close}")
 print(f"98% busy: {capacity.erlang_c(ROWS, 0.98 * ROWS):6.1%} wait, "
       f"{capacity.mean_wait(0.98 * ROWS / stay, stay, ROWS):5.2f} s on average")
 
 # %% [markdown]
-# Nothing, nothing, and then a wall. That is what the reserve is for. The 70 % is no law of nature: it depends on how many
-# rows share the load. **Predict:** at the same 80 %, who waits longer, the users of one row or of 64?
+# Nothing, nothing, and then a wall. That is what the reserve is for. The 70 % is no law of nature: it depends on how
+# many rows share the load. **Predict:** at the same 80 %, who waits longer, the users of one row or of 64?
 
 # %%
 loads = [x / 100 for x in range(30, 100)]
 fig, ax = plt.subplots()
 for rows, line in ((1, ":"), (8, "-."), (64, "-")):
     curve = [capacity.mean_wait(x * rows, 1, rows) for x in loads]
-    ax.plot(loads, curve, line, color=figures.COLORS["predicted"], label=f"{rows} row{'s' * (rows > 1)}, formula")
+    ax.plot(loads, curve, line, color=figures.COLORS["predicted"],
+            label=f"{rows} row{'s' * (rows > 1)}, formula")
 some = (0.5, 0.7, 0.8, 0.9, 0.95)
 drawn = [simulate(x, rows=8, seconds=1, n=400_000).mean() for x in some]
 ax.plot(some, drawn, "o", color=figures.COLORS["measured"], label="8 rows, simulated")
@@ -218,13 +235,15 @@ ax.set(xlabel="busy share of the rows", ylabel="mean wait, in answers' time", yl
        title="Many rows wait later, and all of them wait at the wall")
 ax.legend()
 at = {rows: round(capacity.mean_wait(0.8 * rows, 1, rows), 3) for rows in (1, 8, 64)}
-figures.show(fig, f"Mean wait over the busy share, in units of an answer's time. At 80 % it is {at} for 1, 8 and 64 rows; "
-                  "all curves go up steeply near 100 %. Simulated points for 8 rows lie near their curve.")
+figures.show(fig, f"Mean wait over the busy share, in units of an answer's time. At 80 % it is {at} for "
+                  "1, 8 and 64 rows; all curves go up steeply near 100 %. "
+                  "Simulated points for 8 rows lie near their curve.")
 print("at 80 %:", at)
 
 # %% [markdown]
 # A big batch is not only cheaper, it also queues less, because a hundred users' bursts fill each other's gaps. The
-# formula needs exponential answers; yours are not. Simulate with your own log, by handing its times to the same function.
+# formula needs exponential answers; yours are not. Simulate with your own log, by handing its times to the same
+# function.
 #
 # And all of it holds for a steady load. If more arrives than is served, no formula for the long run helps; then
 # count. **By hand:** with answers of 300 tokens, 10 requests a second are served; 11.2 arrive, for 15 minutes. How many
@@ -239,16 +258,16 @@ print(f"{served:.0f} served a second; {queue:,.0f} wait; the last of them for {q
 # %% [markdown]
 # ## What a user sees
 #
-# *Time to first token* (TTFT): waiting, plus the prefill. *Time per output token* (TPOT): one step, shared with all rows.
-# *End to end*: the first, plus one step for each further token.
+# *Time to first token* (TTFT): waiting, plus the prefill. *Time per output token* (TPOT): one step, shared with all
+# rows. *End to end*: the first, plus one step for each further token.
 #
 # "p99 latency < 500 ms" stands in one such plan, next to answers of 25 s. **Predict:** which of the three can it mean?
 
 # %%
-prefill = capacity.prefill_seconds(llama, 2000, **H100)                 # at least
+prefill = roofline.step_seconds(llama, H100, 1, 0, 2000)                # s, at least
 tpot = 1 / row_speed
 whole = capacity.end_to_end(prefill, tpot, answer)
-print(f"first token: {prefill * 1000:.0f} ms or more for a prompt of 2,000, and the wait in front of it")
+print(f"first token: {prefill * 1000:.0f} ms or more for a prompt of 2,000, plus the wait before it")
 print(f"per token: {tpot * 1000:.1f} ms (20 tokens/s would be {1000 / 20:.0f} ms)")
 print(f"end to end: {whole:.1f} s for {answer} tokens, "
       f"and {capacity.end_to_end(prefill, 1 / 20, answer):.1f} s at 20 tokens/s")
@@ -258,9 +277,9 @@ print(f"in 500 ms: {int((0.5 - prefill) / tpot) + 1} tokens")
 # As a promise, only the first token. End to end is out of reach, and 500 ms for each token would be 2 tokens a second,
 # not 20. Say which latency, of which share of the requests, at which load. (p99: 99 of 100 are faster.)
 #
-# *Throughput* counts all that is finished. *Goodput* counts the requests that kept **every** promise (Zhong et al. 2024,
-# DistServe, arXiv 2401.09670). Promise a first token within 500 ms and
-# 50 ms a token (this model always keeps the second: 21.3 ms).
+# *Throughput* counts all that is finished. *Goodput* counts the requests that kept **every** promise (Zhong et al.
+# 2024, DistServe, arXiv 2401.09670). Promise a first token within 500 ms and 50 ms a token (this model always keeps the
+# second: 21.3 ms).
 #
 # **Predict:** the load grows past what one GPU can serve. Throughput stays at its maximum. And goodput?
 
@@ -275,41 +294,48 @@ for x, r in zip(offered, rate):
     done.append(min(r, ROWS / stay))
 fig, ax = plt.subplots()
 ax.plot(rate, done, "--s", color=figures.COLORS["predicted"], label="throughput")
-ax.plot(rate, good, "-o", color=figures.COLORS["measured"], label="goodput: first token in 500 ms, 50 ms a token")
+ax.plot(rate, good, "-o", color=figures.COLORS["measured"],
+        label="goodput: first token in 500 ms, 50 ms a token")
 ax.set(xlabel="requests a second that arrive", ylabel="requests a second", ylim=(0, None),
        title="Throughput holds, goodput collapses")
 ax.legend()
-figures.show(fig, "Throughput rises with the load up to the GPU's limit and stays there. Goodput rises with it, leaves it "
-                  "before the limit and falls to nearly nothing beyond it.")
+figures.show(fig, "Throughput rises with the load up to the GPU's limit and stays there. Goodput rises "
+                  "with it, leaves it before the limit and falls to nearly nothing beyond it.")
 print("goodput is highest at a load of", offered[good.index(max(good))],
       "and at 1.1 below a tenth of throughput:", good[-1] < done[-1] / 10)
 
 # %% [markdown]
 # ## The largest batch
 #
-# Two things bound the batch. *Memory*: what the weights leave of the share the engine may use (0.9 here:
-# 72 − 16 = 56 GB), over what a row keeps. *Latency*: the step must not take longer than you promised for a token. The smaller bound is yours.
+# Two things bound the batch (chapter 05). *Memory*: what the weights leave of the share that the engine may use (0.9
+# here), over what a row keeps. *Time*: the step must not take longer than you promised for a token. The smaller bound
+# is yours.
 #
-# First units. A vendor's "80 GB" may be 80 GB ($10^9$ bytes each) or 80 GiB ($2^{30}$); the difference is a whole small model.
+# First units. A vendor's "80 GB" may be 80 GB ($10^9$ bytes each) or 80 GiB ($2^{30}$); the difference is a whole small
+# model.
 
 # %%
+USABLE = 0.9
 for unit in ("GB", "GiB"):
     memory = capacity.to_bytes(80, unit)
-    print(f"80 {unit:3} = {memory:,} bytes: {capacity.batch_by_memory(llama, 2000, memory)} rows of 2,000 tokens")
+    rows = roofline.rows_in_memory(llama, replace(H100, capacity=memory), 2000, USABLE)
+    print(f"80 {unit:3} = {memory:,} bytes: {rows} rows of 2,000 tokens")
+may, taken = USABLE * H100.capacity / 1e9, llama.weight_bytes / 1e9
+print(f"of 80 GB: {may:.0f} − {taken:.1f} = {may - taken:.1f} GB for rows")
 print("an H100 reports 81,559 MiB =", f"{capacity.to_bytes(81_559, 'MiB') / 1e9:.1f} GB")
 
 # %% tags=["raises-exception"]
-capacity.batch_by_memory(llama, 2000, 80)
+replace(H100, capacity=80)
 
 # %% [markdown]
 # We stay with 80 GB, the careful reading.
 #
-# **Predict:** rows of 2,000 tokens, and 20 ms promised for a token: which bound binds? And with 50 ms?
+# **Predict:** rows of 2,000 tokens, and 20 ms promised for a token: which of the two binds? And with 50 ms?
 
 # %%
 for tokens in (200, 2000, 8000):
     for limit in (0.01, 0.02, 0.05):
-        rows, binds = capacity.largest_batch(llama, tokens, MEMORY, limit, **H100)
+        rows, binds = roofline.largest_batch(llama, H100, tokens, limit, USABLE)
         print(f"{tokens:5} tokens a row, {limit * 1000:2.0f} ms a token: {rows:5} rows, {binds} binds")
 
 # %% [markdown]
@@ -326,29 +352,28 @@ config, rows, tokens = model.config, 3, 100
 state = State(model, rows, max_len=tokens)              # one spare slot in each row
 kept = sum(t[:, :, :tokens].nbytes for cache in (state.k, state.v) for t in cache.values())
 fixed = sum(t.nbytes for cache in (state.conv, state.recurrent) for t in cache.values())
-foot = capacity.footprint(config, element_bytes=4)
-print(f"keys and values {kept:,} = {rows} rows × {tokens} tokens × {foot.token_bytes:,}")
-print(f"fixed {fixed:,} = {rows} rows × {foot.fixed_bytes:,}")
-assert kept == rows * tokens * foot.token_bytes and fixed == rows * foot.fixed_bytes
-assert sum(w.nbytes for w in model.parameters() if w.dim() == 2) == foot.weight_bytes
+paper = roofline.hybrid("shipped", config, element_bytes=4)
+print(f"keys and values {kept:,} = {rows} rows × {tokens} tokens × {paper.kv_bytes:,}")
+print(f"fixed {fixed:,} = {rows} rows × {paper.fixed_bytes:,}")
+assert kept == rows * tokens * paper.kv_bytes and fixed == rows * paper.fixed_bytes
+assert sum(w.nbytes for w in model.parameters()) == paper.weight_bytes
 
 # %% [markdown]
-# The published Qwen3.5-0.8B has 24 layers, 6 of them with full attention, hidden size 1024, 8 query heads, 2 KV heads of
-# 256. **By hand:** bytes of a token in bf16? Three slips that tempt stand below the right value.
+# The published Qwen3.5-0.8B has 24 layers, 6 of them with full attention, hidden size 1024, 8 query heads, 2 KV heads
+# of width 256. **By hand:** bytes of a token in bf16? Three slips that tempt stand below the right value.
 
 # %%
-kv_of = capacity.kv_bytes_per_token
-print(f"{kv_of(6, 2, 256):6,}  right: full-attention layers, KV heads, head_dim")
-print(f"{kv_of(6, 2, 1024 // 8):6,}  wrong: hidden / heads instead of head_dim")
-print(f"{kv_of(6, 8, 256):6,}  wrong: query heads")
-print(f"{kv_of(24, 2, 256):6,}  wrong: all layers")
-small = Footprint(weight_bytes=2 * 752_393_024, token_bytes=kv_of(6, 2, 256),
-                  fixed_bytes=18 * 2 ** 20 + 663_552, token_flops=2 * 752_393_024)
+print(f"{2 * 6 * 2 * 256 * 2:6,}  right: full-attention layers, KV heads, head_dim; a key and a value")
+print(f"{2 * 6 * 2 * (1024 // 8) * 2:6,}  wrong: hidden / heads instead of head_dim")
+print(f"{2 * 6 * 8 * 256 * 2:6,}  wrong: query heads")
+print(f"{2 * 24 * 2 * 256 * 2:6,}  wrong: all layers")
+small = QWEN_0_8B
+assert small.kv_bytes == 2 * 6 * 2 * 256 * 2
 for tokens in (100, 1000, 10_000, 100_000):
     row = small.row_bytes(tokens)
+    fits = [roofline.rows_in_memory(m, H100, tokens, USABLE) for m in (small, llama)]
     print(f"{tokens:7,} tokens: {row / 2 ** 20:7.1f} MiB a row ({small.fixed_bytes / row:3.0%} fixed), "
-          f"{capacity.batch_by_memory(small, tokens, MEMORY):5,} rows; "
-          f"Llama-3-8B {capacity.batch_by_memory(llama, tokens, MEMORY):4,}")
+          f"{fits[0]:5,} rows; {llama.name} {fits[1]:4,}")
 
 # %% [markdown]
 # At 100 tokens the model with a tenth of the weights fits *fewer* rows than the 8B: its fixed part is 94 % of a row. At
@@ -356,8 +381,8 @@ for tokens in (100, 1000, 10_000, 100_000):
 #
 # ## Something to play with
 #
-# Your own load on the 8B model: users at a time, tokens of an answer, tokens a second for each user, dollars an hour (in
-# cents). Where does the second GPU come in? The cell first moves the sliders itself, then they are yours.
+# Your own load on the 8B model: users at a time, tokens of an answer, tokens a second for each user, dollars an hour
+# (in cents). Where does the second GPU come in? The cell first moves the sliders itself, then they are yours.
 
 # %%
 def plan(users, answer, each, cents):
@@ -384,10 +409,10 @@ controls
 # ## What to watch: a simulated day
 #
 # One GPU with 64 rows and the 8B model. Fewer requests at night, most in the afternoon, and a burst in the evening.
-# Answers of 300 tokens on average, prompts of 2,000. A follow-up comes a minute after its conversation's last answer, on
-# average. Keys and values of a finished answer stay until their room is needed: a follow-up that comes before that finds
-# its *prefix* there, a *hit*, and need not prefill it. Every request counts as a follow-up.
-# (Prefill time is left out of this model; the seed is fixed.)
+# Answers of 300 tokens on average, prompts of 2,000. A follow-up comes a minute after its conversation's last answer,
+# on average. Keys and values of a finished answer stay until their room is needed: a follow-up that comes before that
+# finds its *prefix* there, a *hit*, and need not prefill it. Every request counts as a follow-up. (Prefill time is left
+# out of this model; the seed is fixed.)
 #
 # **Predict:** when is the hit rate lowest?
 
@@ -419,8 +444,8 @@ def so_far(times, amounts):
 ones, tokens = np.ones(len(arrive)), prompts + outputs
 batch = so_far(start, ones) - so_far(end, ones)
 depth = so_far(arrive, ones) - so_far(start, ones)
-held = so_far(start, tokens) - so_far(end, tokens)      # tokens; counted in full from the start, an upper bound
-pool = capacity.kv_tokens(llama, MEMORY)                # tokens
+held = so_far(start, tokens) - so_far(end, tokens)      # tokens, in full from the start: an upper bound
+pool = roofline.tokens_in_memory(llama, H100, USABLE)   # tokens
 stays = (pool - held) / (per_second * 2300)             # s until the room of a finished answer is needed
 again = rng.exponential(60, len(arrive)) < stays[(arrive // 60).astype(int)]
 hits = np.array([again[(arrive >= a) & (arrive < a + 900)].mean() for a in range(0, 86_400, 900)])
@@ -429,7 +454,7 @@ hits = np.array([again[(arrive >= a) & (arrive < a + 900)].mean() for a in range
 fig, axes = plt.subplots(2, 2, figsize=(9, 5))
 hours, ink = look / 3600, figures.COLORS["measured"]
 night, day = (batch[(hours >= a) & (hours < b)] for a, b in ((1, 5), (13, 17)))
-axes[0, 0].hist([night, day], bins=range(0, 69, 4), color=[figures.COLORS["A"], figures.COLORS["B"]],
+axes[0, 0].hist([night, day], bins=range(0, 69, 4), color=[figures.COLORS[user] for user in "AB"],
                 label=["1 to 5 h", "13 to 17 h"])
 axes[0, 0].set(title="Batch size, minutes at each", xlabel="rows")
 axes[0, 0].legend()
@@ -440,16 +465,24 @@ axes[1, 1].plot(np.arange(0, 24, 0.25), hits * 100, color=ink)
 axes[1, 1].set(title="Hit rate of follow-ups, %", ylim=(0, 100))
 for ax in axes[1]:
     ax.set(xlabel="hour", xticks=range(0, 25, 4))
-axes[0, 1].set(title="Queue depth in the evening", xlabel="minutes after 20 h", xlim=(-10, 35), ylabel="requests")
-figures.show(fig, "Four pictures of a day. Batch sizes are small at night and centred below the limit in the afternoon. The queue "
-                  "is empty but for the burst at 20 o'clock, where it grows in a straight line and drains in another. KV in "
-                  "use follows the batch, far below full. The hit rate is high at night, low in the afternoon and lowest "
-                  "in the burst.")
-print("a typical batch at night is less than a third of that by day:", bool(np.median(night) < np.median(day) / 3))
-print(f"longest queue within a third of the {queue:,.0f} counted above:", bool(abs(depth.max() / queue - 1) < 1 / 3))
-print("KV in use stays below 60 %:", bool(held.max() < 0.6 * pool))
-print("hit rate above 80 % at night, below 40 % by day:", bool(hits[8:20].mean() > 0.8), bool(hits[52:68].mean() < 0.4))
-print(f"hit rate is lowest at {hits.argmin() / 4:.0f} h, in the burst:", bool(hits.min() < hits[48:72].min()))
+axes[0, 1].set(title="Queue depth in the evening", xlabel="minutes after 20 h", xlim=(-10, 35),
+               ylabel="requests")
+figures.show(fig, "Four pictures of a day. Batch sizes are small at night and centred below the limit "
+                  "in the afternoon. The queue is empty but for the burst at 20 o'clock, where it grows "
+                  "in a straight line and drains in another. KV in use follows the batch, far below "
+                  "full. The hit rate is high at night, low in the afternoon and lowest in the burst.")
+
+# %%
+told = {
+    "a typical batch at night is under a third of that by day": np.median(night) < np.median(day) / 3,
+    f"longest queue within a third of {queue:,.0f}, counted above": abs(depth.max() / queue - 1) < 1 / 3,
+    "KV in use stays below 60 %": held.max() < 0.6 * pool,
+    "hit rate above 80 % at night": hits[8:20].mean() > 0.8,
+    "hit rate below 40 % by day": hits[52:68].mean() < 0.4,
+    f"hit rate is lowest at {hits.argmin() / 4:.0f} h, in the burst": hits.min() < hits[48:72].min(),
+}
+for claim, holds in told.items():
+    print(f"{claim}: {bool(holds)}")
 
 # %% [markdown]
 # Read them together:
@@ -462,7 +495,8 @@ print(f"hit rate is lowest at {hits.argmin() / 4:.0f} h, in the burst:", bool(hi
 #   they *preempt*, throw a row's blocks away and compute them again later. The user sees a pause.
 # * **Hit rate falls when load rises,** just when you need it: room for running rows is taken from the kept prefixes.
 #
-# The hit rate is not the KV use, though the two are often named in one breath. The first is saved prefill, the second room.
+# The hit rate is not the KV use, though the two are often named in one breath. The first is saved prefill, the second
+# room.
 #
 # ## Five claims, tested
 #
@@ -488,25 +522,26 @@ while i < 2000:
 for name, p, times in (("the middle user", 50, 20), ("the 99th of 100", 99, 2)):
     print(f"{name}: static takes more than {times} times as long:",
           bool(np.percentile(static, p) > times * np.percentile(continuous, p)))
-one, many = (capacity.decode_seconds(llama, b, 1000, **H100) for b in (1, 64))
+one, many = (roofline.step_seconds(llama, H100, b, 1000) for b in (1, 64))
 print(f"a step alone {one * 1000:.2f} ms, with 63 others {many * 1000:.2f} ms: "
       f"{many / one:.1f} times as long for 64 times the tokens")
 
 # %% [markdown]
-# **False.** It helps both, against a queue or a static batch. Against a GPU of your own it costs: the step is longer. The
-# correction is right in both halves.
+# **False.** It helps both, against a queue or a static batch. Against a GPU of your own it costs: the step is longer.
+# The correction is right in both halves.
 #
-# **2. "A larger batch is always better."** Against: past the ridge point throughput stays and latency grows; and "32, 64
-# or 128 rows approach peak". **Predict:** what share of the ridge does a batch of 128 reach?
+# **2. "A larger batch is always better."** Against: past the ridge point throughput stays and latency grows; and "32,
+# 64 or 128 rows approach peak". **Predict:** what share of the ridge does a batch of 128 reach?
 
 # %%
-ridge = H100["peak"] / H100["bandwidth"]
-print(f"ridge {ridge:.0f} FLOP/byte (wrong: {1979 / 3.0:.0f}, a peak that needs every other weight zero, over a rounded 3.0)")
-print("share of the ridge:", {b: f"{min(1, b / ridge):.0%}" for b in (32, 64, 128, 256, 512)})
+ridge, wrong = H100.ridge, 1979 / 3.0                   # FLOP/byte
+print(f"ridge {ridge:.0f} (wrong: {wrong:.0f}, a peak with every other weight zero over a round 3.0)")
+for b in (32, 64, 128, 256, 512):
+    print(f"batch {b:3}: {min(1, b / ridge):4.0%} of the ridge, {b / wrong:4.0%} of the wrong one")
 for tokens in (0, 2000):
     for b in (128, 256, 512, 1024):
-        step = capacity.decode_seconds(llama, b, tokens, **H100)
-        fits = b <= capacity.batch_by_memory(llama, max(tokens, 1), MEMORY)
+        step = roofline.step_seconds(llama, H100, b, tokens)
+        fits = b <= roofline.rows_in_memory(llama, H100, tokens, USABLE)
         print(f"{tokens:4} tokens a row, batch {b:4}: {step * 1000:6.2f} ms, "
               f"{b / step / 1000:5.1f} thousand tokens/s{'' if fits else ', does not fit'}")
 
@@ -515,17 +550,32 @@ for tokens in (0, 2000):
 # With 2,000 tokens a row it flattens long before and for another reason: each row brings its own bytes, and then memory
 # ends first. A batch of 128 is not near the peak; even 256 is not there.
 #
-# Three looser sentences stand near this claim. "The cache has `num_heads` heads." "Without batching the memory's
-# bandwidth sits idle; with it the weights stay in a cache." "Eight rows: one ends, two enter." **Predict:** what is wrong?
+# Two looser sentences stand near this claim. "The cache has `num_heads` heads." "Without batching the memory's
+# bandwidth sits idle; with it the weights stay in a cache." **Predict:** what is wrong?
 
 # %%
-print(f"by query heads {capacity.kv_bytes_per_token(32, 32, 128):,} bytes a token, by KV heads {kv:,}: "
-      f"{capacity.kv_bytes_per_token(32, 32, 128) // kv} times too much")
-read, work = 14e9 / H100["bandwidth"], 14e9 / H100["peak"]              # 7B in bf16: 14 GB, 14 GFLOP a token
+by_queries = 2 * 32 * 32 * 128 * 2                      # Llama-3-8B has 32 query heads and 8 KV heads
+print(f"by query heads {by_queries:,} bytes a token, by KV heads {llama.kv_bytes:,}: "
+      f"{by_queries // llama.kv_bytes} times too much")
+read, work = 14e9 / H100.bandwidth, 14e9 / H100.peak    # 7B in bf16: 14 GB, 14 GFLOP a token
 print(f"one row, 7B: memory works {read * 1000:.2f} ms, compute {work * 1000:.3f} ms: "
       f"idle {1 - work / read:.1%}, and it is the compute")
-print(f"14 GB against 33 MiB on the chip: they fill it {14e9 / capacity.to_bytes(33, 'MiB'):.0f} times a step; shared is the trip")
-print("rows after one of 8 ends and 2 enter:", 8 - 1 + 2, "- in 8 rows; one may enter")
+fills = 14e9 / capacity.to_bytes(33, "MiB")
+print(f"14 GB against 33 MiB on the chip: they fill it {fills:.0f} times a step; shared is the trip")
+
+# %% [markdown]
+# And an example goes round of an endpoint with eight rows. A has a prompt of 100 tokens and may answer 10; B has a
+# prompt of 2,000 and may answer 500, says the text, or 2000, says the request printed below it. "After 10 steps A ends,
+# and two enter." A static batch there waits up to 100 ms for its eight. **Predict:** which of these numbers contradict
+# each other?
+
+# %%
+print(f"padded to B: {2000 - 100:,} of A's 2,000 columns are pads; waiting for eight costs up to 100 ms")
+for limit in (500, 2000):                               # the two say so of one request
+    print(f"B may answer {limit:4}: static, A's 10 tokens are held for {limit:4} steps, "
+          f"{limit * tpot:4.1f} s; continuous, A leaves after step 10, {10 * tpot:.1f} s")
+rows = 8 - 1 + 2
+print(f"one of 8 ends and 2 enter: {rows} rows in 8 (wrong); one enters: {8 - 1 + 1} rows (right)")
 
 # %% [markdown]
 # Three more, from descriptions of serving: "`max_tokens` is 500" above a request that says 2000; "p50 under 200 ms";
@@ -534,21 +584,23 @@ print("rows after one of 8 ends and 2 enter:", 8 - 1 + 2, "- in 8 rows; one may 
 # %%
 print(f"max_tokens 500 or 2000: up to {500 * tpot:.1f} s or {2000 * tpot:.1f} s on a row; "
       "a limit, not the length: size by measured lengths")
-print(f"p50 under 200 ms: of what? first token {prefill * 1000:.0f} ms or more and the wait, {answer} tokens {whole:.1f} s; "
-      "and half the users may wait any time")
-print(f"10% of the pool is {pool // 10:,} tokens, {pool // 10 // 2000} rows of 2,000 more; then the engine preempts: "
-      "a pause, not out of memory")
+print(f"p50 under 200 ms: of what? first token {prefill * 1000:.0f} ms or more and the wait, "
+      f"{answer} tokens {whole:.1f} s; and half the users may wait any time")
+print(f"10% of the pool is {pool // 10:,} tokens, {pool // 10 // 2000} rows of 2,000 more; "
+      "then the engine preempts: a pause, not out of memory")
 
 # %% [markdown]
 # **3. "Continuous batching requires paged attention."** Against: it works without, "but the copy kills the benefit".
-# Below, rows lie in one contiguous `State` without pages. One row leaves, a new one takes its place while the others go on.
+# Below, rows lie in one contiguous `State` without pages. One row leaves, a new one takes its place while the others go
+# on.
 
 # %%
 def ask(question):
     return chat.tk.encode(build_prompt([{"role": "user", "content": question}])).ids
 
 
-questions = ["What is the capital of France?", "Which ocean is the largest?", "What is the capital of Spain?"]
+questions = ["What is the capital of France?", "Which ocean is the largest?",
+             "What is the capital of Spain?"]
 A, B, C = (ask(q) for q in questions)
 with torch.no_grad():
     state, new = State(model, 2), {0: [], 1: []}
@@ -569,23 +621,25 @@ for name, prompt, got in (("A", A, new[0]), ("B", B, left), ("C", C, new[1])):
 
 # %%
 tokens, longest = 1000, 8192
-copy = 2 * llama.row_bytes(tokens) / H100["bandwidth"]  # read and written once, when a row enters
-step = capacity.decode_seconds(llama, 64, tokens, **H100)
-print(f"copying one row of {tokens:,} tokens: {copy * 1000:.2f} ms once, beside {step * 1000:.2f} ms for every step; "
-      f"copying all 64 at every step: {64 * copy * 1000:.1f} ms")
-room = [capacity.batch_by_memory(llama, n, MEMORY) for n in (longest, capacity.blocks(tokens, 16) * 16)]
-print(f"room for {longest:,} tokens set aside for each row: {room[0]} rows; blocks of 16 as needed: {room[1]}")
+copy = 2 * llama.row_bytes(tokens) / H100.bandwidth     # read and written once, when a row enters
+step = roofline.step_seconds(llama, H100, 64, tokens)
+print(f"copying one row of {tokens:,} tokens: {copy * 1000:.2f} ms once, "
+      f"beside {step * 1000:.2f} ms for every step; copying all 64 each time: {64 * copy * 1000:.1f} ms")
+slots = (longest, capacity.blocks(tokens, 16) * 16)
+room = [roofline.rows_in_memory(llama, H100, n, USABLE) for n in slots]
+print(f"room for {longest:,} tokens set aside for each row: {room[0]} rows; "
+      f"blocks of 16 as needed: {room[1]}")
 for size in (16, 32, 64):
-    print(f"block size {size}: {capacity.blocks(tokens, size) * size - tokens} of {tokens:,} slots empty, "
-          f"a table of {capacity.blocks(tokens, size)}")
+    table = capacity.blocks(tokens, size)
+    print(f"block size {size}: {table * size - tokens} of {tokens:,} slots empty, a table of {table}")
 
 # %% [markdown]
-# **False**, as the run shows. The correction is **partly** right: to copy everything at each step would indeed cost more
-# than half the step again, but nobody has to; a row is copied when it enters. What pages really buy is *room*: without
-# them each row reserves its longest possible length. (Chapter 08, not written yet, is about pages.)
+# **False**, as the run shows. The correction is **partly** right: to copy everything at each step would indeed cost
+# more than half the step again, but nobody has to; a row is copied when it enters. What pages really buy is *room*:
+# without them each row reserves its longest possible length. (Chapter 08, not written yet, is about pages.)
 #
-# **4. "Batching works the same for prefill and decode."** Against: prefill is limited by compute, decode by memory. Count
-# FLOP for each byte, with 2-byte weights.
+# **4. "Batching works the same for prefill and decode."** Against: prefill is limited by compute, decode by memory.
+# Count FLOP for each byte, with 2-byte weights.
 
 # %%
 for name, batch, context, tokens in (("decode, 1 row", 1, 512, 1), ("decode, 64 rows", 64, 512, 1),
@@ -593,9 +647,9 @@ for name, batch, context, tokens in (("decode, 1 row", 1, 512, 1), ("decode, 64 
     cost = roofline.step_cost(config, batch, context, tokens, element_bytes=2)["projections"]
     side = "compute" if cost.flops / cost.bytes > ridge else "memory"
     print(f"{name:16} {cost.flops / cost.bytes:6,.0f} FLOP a weight byte: limited by {side} on an H100")
-decoding = capacity.decode_seconds(llama, 64, 1000, **H100)
+decoding = roofline.step_seconds(llama, H100, 64, 1000)
 for chunk in (256, 512, 2048, 8192):
-    both = capacity.prefill_seconds(llama, chunk, **H100)
+    both = roofline.step_seconds(llama, H100, 1, 0, chunk)
     print(f"a prompt's chunk of {chunk:5,} tokens takes {both * 1000:5.1f} ms or more; "
           f"64 decoders' step alone {decoding * 1000:.1f} ms")
 
@@ -615,8 +669,9 @@ print(f"the pool holds {pool // 16:,} blocks of 16")
 
 # %% [markdown]
 # **Partly.** The mechanism is the framework's: who enters, who leaves, which block. The numbers are yours. But the
-# warning is loose too: an engine with a pool of fixed size does not run out of memory when too many rows are admitted; it
-# preempts, and you see pauses instead of an error ([vLLM: optimization and tuning](https://docs.vllm.ai/en/stable/configuration/optimization/)).
+# warning is loose too: an engine with a pool of fixed size does not run out of memory when too many rows are admitted;
+# it preempts, and you see pauses instead of an error ([vLLM: optimization and
+# tuning](https://docs.vllm.ai/en/stable/configuration/optimization/)).
 #
 # ## From formulas to settings
 #
@@ -624,36 +679,52 @@ print(f"the pool holds {pool // 16:,} blocks of 16")
 
 # %%
 limit, tokens = 0.020, 2000
-rows, binds = capacity.largest_batch(llama, tokens, MEMORY, limit, **H100)
-budget = int((limit - capacity.decode_seconds(llama, ROWS, tokens, **H100)) * H100["peak"] / llama.token_flops)
-print(f"share of memory 0.9, pool {pool:,} tokens; rows at most {rows} ({binds} binds)")
-print(f"with {ROWS} rows decoding, a step has room for about {budget} prompt tokens more (nothing overlapping)")
+rows, binds = roofline.largest_batch(llama, H100, tokens, limit, USABLE)
+left = limit - roofline.step_seconds(llama, H100, ROWS, tokens)         # s
+budget = int(left * H100.peak / (2 * llama.projections))
+print(f"share of memory {USABLE}, pool {pool:,} tokens; rows at most {rows} ({binds} binds)")
+print(f"with {ROWS} rows decoding, a step has room for about {budget} prompt tokens more "
+      "(nothing overlapping)")
+print(f"512 tokens a step: {ROWS} decoders and {512 - ROWS} prompt tokens")
 
 # %% [markdown]
 # | what the formula gives | vLLM | SGLang |
 # |---|---|---|
-# | rows: `largest_batch` | `--max-num-seqs` | `--max-running-requests` |
+# | rows: `roofline.largest_batch` | `--max-num-seqs` | `--max-running-requests` |
 # | tokens of a step: decoders + a chunk of prompt | `--max-num-batched-tokens` | `--chunked-prefill-size`, `--max-prefill-tokens` |
-# | share of the memory: `share` | `--gpu-memory-utilization` | `--mem-fraction-static` (weights and pool) |
-# | slots of a block: `blocks` | `--block-size` | `--page-size` |
+# | share of the memory: `usable` | `--gpu-memory-utilization` | `--mem-fraction-static` (weights and pool) |
+# | slots of a block: `capacity.blocks` | `--block-size` | `--page-size` |
 # | read prompts in chunks | `--enable-chunked-prefill` (on by default in V1) | `--chunked-prefill-size` (-1: off) |
 # | batch, queue | `vllm:num_requests_running`, `…_waiting` | `sglang:num_running_reqs`, `sglang:num_queue_reqs` |
 # | KV in use; hits | `vllm:kv_cache_usage_perc`; `vllm:prefix_cache_hits` over `…_queries` | `sglang:token_usage`; `sglang:cache_hit_rate` |
 #
-# Names move between versions; ask `--help` and `/metrics` of yours. Then **check the numbers against the running server**
-# with its own client. (Not run here: it needs a GPU and the engine.)
+# Names move between versions; ask `--help` and `/metrics` of yours (SGLang has them with `--enable-metrics`; Prometheus
+# adds `_total` to a counter's name, such as `vllm:prefix_cache_hits`). vLLM puts decoders and a chunk into one step;
+# SGLang takes turns, unless `--enable-mixed-chunk` is set. Then **check the numbers against the running server** with
+# its own client. (Not run here: it needs a GPU and the engine.)
 #
-# 194 rows is the bound's. The engine's figure was measured at 64 rows: 21.3 ms a token, already over 20. So start at 64,
-# promise 50 ms, take 512 (64 decoders and 448 prompt tokens, inside 64 + 631), and raise only what the measurement allows.
+# 198 rows is the bound's. The engine's figure was measured at 64 rows: 21.3 ms a token, already over 20. So start at
+# 64, promise 50 ms, take 512 (64 decoders and 448 prompt tokens, inside 64 + 744), and raise only what the measurement
+# allows.
 #
 # ```
 # vllm serve MODEL --max-num-seqs 64 --max-num-batched-tokens 512 --gpu-memory-utilization 0.9
 # vllm bench serve --model MODEL --dataset-name random --random-input-len 2000 --random-output-len 300 \
-#     --num-prompts 1000 --request-rate 7 --goodput ttft:500 tpot:50
+#     --ignore-eos --num-prompts 1000 --request-rate 7 --goodput ttft:500 tpot:50
 # ```
 #
-# The same for SGLang: `python -m sglang.bench_serving`. Raise `--request-rate` in steps, as in the goodput picture, and
-# compare: output tokens a second with your 3,000, TPOT with `decode_seconds` (never below it: then a unit is wrong), TTFT
+# (`--ignore-eos`, because answers to random tokens may end at once; the goodput's limits are in milliseconds.) The same
+# for SGLang:
+#
+# ```
+# python -m sglang.launch_server --model-path MODEL --max-running-requests 64 --chunked-prefill-size 448 \
+#     --enable-mixed-chunk --mem-fraction-static 0.9 --enable-metrics
+# python -m sglang.bench_serving --backend sglang --dataset-name random --random-input-len 2000 \
+#     --random-output-len 300 --random-range-ratio 1 --num-prompts 1000 --request-rate 7
+# ```
+#
+# (Its random lengths vary unless the range ratio is 1.) Raise `--request-rate` in steps, as in the goodput picture, and
+# compare: output tokens a second with your 3,000, TPOT with `step_seconds` (never below it: then a unit is wrong), TTFT
 # with prefill plus `mean_wait`, rows running with `in_system`. Goodput's maximum is the load to plan for.
 #
 # ## Your turn
@@ -696,7 +767,8 @@ def my_kv(layers, full_layers, hidden, heads, kv_heads, head_dim, element_bytes)
 _ = check("09.2", my_kv)
 
 # %% [markdown]
-# **09.3** How many rows of `tokens` tokens fit? The memory has `gib` GiB, of which the engine may use `share`. A row keeps
+# **09.3** How many rows of `tokens` tokens fit? The memory has `gib` GiB, of which the engine may use `share`. A row
+# keeps
 # `fixed_bytes`, and `token_bytes` for each token.
 #
 # <details><summary>Solution</summary>
@@ -734,8 +806,8 @@ def my_gpus(users, speed, per_gpu, utilisation):
 _ = check("09.4", my_gpus)
 
 # %% [markdown]
-# **09.5** A datasheet says "1,979 TFLOPS BF16, with sparsity" and "3.35 TB/s". Your weights are dense. The ridge point in
-# FLOP a byte, as a whole number?
+# **09.5** A datasheet says "1,979 TFLOPS BF16, with sparsity" and "3.35 TB/s". Your weights are dense. The ridge point
+# in FLOP a byte, as a whole number?
 #
 # <details><summary>Solution</summary>
 #
@@ -761,5 +833,5 @@ _ = check("09.5", ridge_point)
 # **In production.** The same numbers come out of `/metrics` and the benchmark client; plan with those, and keep the
 # formulas to notice when one of them cannot be true.
 #
-# **Next:** this is the last chapter. The engines' own code is now readable: in vLLM, the scheduler and the block manager;
-# in SGLang, the radix cache.
+# **Next:** this is the last chapter. The engines' own code is now readable: in vLLM, the scheduler and the block
+# manager; in SGLang, the radix cache.
