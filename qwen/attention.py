@@ -4,6 +4,8 @@ Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) with a norm on e
 head, partial RoPE and an output gate. Keys and values live in the cache by slot, a row's real tokens
 in slots 0, 1, 2 …; a pad has no slot, so nobody can look at one.
 """
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -63,9 +65,13 @@ class Attention(nn.Module):
         q, gate = self.q_proj(x).unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, -1)
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        q, k, v = (call.box(t).transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))
+        look_back = partial(self.look_back, state=state, layer=layer)
+        out = call.mix(look_back, self.q_norm(q), self.k_norm(k), v)      # (B, T, Hq, D)
+        return self.o_proj((out * gate.sigmoid()).flatten(2))
+
+    def look_back(self, call, q, k, v, state, layer: int):
+        """q (B, T, Hq, D), k, v (B, T, Hkv, D) -> (B, T, Hq, D)."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = rotate(q, call.cos, call.sin), rotate(k, call.cos, call.sin)     # (B, Hq, T, D), (B, Hkv, T, D)
-        keys, values = state.append(layer, k, v, call.slots)              # (B, Hkv, S, D)
-        out = attend(q, keys, values, visible(call.slots, keys.shape[2]))       # (B, Hq, T, D)
-        out = call.flat(out.transpose(1, 2)) * gate.sigmoid()             # (B, T, Hq, D)
-        return self.o_proj(out.flatten(2))
+        keys, values = state.append(layer, k, v, call)                    # (B, Hkv, S, D)
+        return attend(q, keys, values, visible(call.slots, keys.shape[2])).transpose(1, 2)

@@ -56,32 +56,40 @@ class State:
         """How many rows this state holds."""
         return len(self.length)
 
-    def reserve(self, slots):
-        """Make room for a call's slots (B, T). Raises ValueError naming the first row that would pass `max_len`."""
-        need = slots.amax(1) + 1                                          # (B,), 0 where all are pads
+    def reserve(self, slots, rows=None) -> int:
+        """Make room for a call's slots (B, T); returns how many slots its rows look at.
+
+        rows (B,): which of the state's they are, None: all. Raises ValueError naming the first that would pass `max_len`.
+        """
+        rows = torch.arange(self.batch, device=slots.device) if rows is None else rows
+        need = torch.maximum(self.length[rows], slots.amax(1) + 1)        # (B,)
         over = (need > self.max_len).nonzero()
         if len(over):
             row = over[0].item()
-            raise ValueError(f"row {row} would hold {need[row].item()} tokens, the limit is {self.max_len}")
-        self.used = max([*self.length.tolist(), *need.tolist()], default=0)    # slots any row looks at
+            raise ValueError(f"row {rows[row].item()} would hold {need[row].item()} tokens, the limit is {self.max_len}")
+        span = max(need.tolist(), default=0)
         for cache in (self.k, self.v):
             for layer, old in cache.items():
                 capacity = old.shape[2] - 1
-                if self.used > capacity:
-                    size = min(self.max_len, max(self.used, 2 * capacity, GROW))
+                if span > capacity:
+                    size = min(self.max_len, max(span, 2 * capacity, GROW))
                     cache[layer] = old.new_zeros(*old.shape[:2], size + 1, old.shape[3])
                     cache[layer][:, :, :capacity] = old[:, :, :capacity]
+        return span
 
-    def append(self, layer: int, k, v, slots):
-        """Store a call's k, v (B, Hkv, T, D) at slots (B, T); return all keys and values (B, Hkv, S, D)."""
-        rows = torch.arange(self.batch, device=slots.device)[:, None]
+    def append(self, layer: int, k, v, call):
+        """Store the k, v (B, Hkv, T, D) of a `model.Call`; return all its rows' keys and values (B, Hkv, S, D)."""
+        rows = torch.arange(self.batch, device=k.device) if call.rows is None else call.rows
         for cache, new in ((self.k, k), (self.v, v)):
-            cache[layer][rows, :, slots] = new.transpose(1, 2)            # slot -1, a pad's, is the spare at the end
-        return self.k[layer][:, :, :self.used], self.v[layer][:, :, :self.used]
+            cache[layer][rows[:, None], :, call.slots] = new.transpose(1, 2)     # slot -1, a pad's, is the spare at the end
+        seen = (cache[layer][:, :, :call.span] for cache in (self.k, self.v))
+        return [s if call.rows is None else s[rows] for s in seen]
 
-    def advance(self, slots):
-        """Count a call's tokens (B, T) as processed."""
-        self.length = torch.maximum(self.length, slots.amax(1) + 1)
+    def advance(self, slots, rows=None):
+        """Count a call's tokens (B, T), of these rows or of all, as processed."""
+        length, rows = self.length.clone(), slice(None) if rows is None else rows
+        length[rows] = torch.maximum(length[rows], slots.amax(1) + 1)
+        self.length = length
 
     def reset(self, rows=None):
         """Make rows (an index, several, or None for all) as new; nothing of their last user is left."""

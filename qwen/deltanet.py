@@ -9,6 +9,8 @@ A matrix cannot be masked afterwards the way a key can: what a pad once wrote st
 write (beta = 0), must not let the matrix fade (g = 0), and must not stand in the short convolution's
 window of the tokens behind it.
 """
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -105,8 +107,15 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x, call, state, layer: int):
-        qkv = call.box(self.in_proj_qkv(x))                               # (B, T, C)
-        qkv, state.conv[layer] = short_conv(qkv, state.conv[layer], self.conv1d.weight, call.before)
+        remember = partial(self.remember, state=state, layer=layer)
+        out = call.mix(remember, self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x))     # (B, T, Hv, Dv)
+        z = self.in_proj_z(x).unflatten(-1, (self.value_heads, self.value_dim))
+        return self.out_proj(self.norm(out, z).flatten(2))
+
+    def remember(self, call, qkv, a, b, state, layer: int):
+        """qkv (B, T, C), a, b (B, T, Hv) -> what the rows' matrices answer, (B, T, Hv, Dv)."""
+        qkv, window = short_conv(qkv, call.take(state.conv, layer), self.conv1d.weight, call.before)
+        call.put(state.conv, layer, window)
         batch, tokens, _ = qkv.shape
         keys = self.key_heads * self.key_dim
         q, k, v = qkv.float().split([keys, keys, self.value_heads * self.value_dim], -1)
@@ -115,16 +124,14 @@ class GatedDeltaNet(nn.Module):
         v = v.view(batch, tokens, self.value_heads, self.value_dim)
         if self.value_heads > self.key_heads:                             # each key head serves several value heads
             q, k = (t.repeat_interleave(self.value_heads // self.key_heads, 2) for t in (q, k))
-        a, b = call.box(self.in_proj_a(x)), call.box(self.in_proj_b(x))
         g, beta = gates(a, b, self.A_log, self.dt_bias, call.mask)
 
-        S = state.recurrent[layer]                                        # (B, Hv, Dk, Dv)
+        S = call.take(state.recurrent, layer)                             # (B, Hv, Dk, Dv)
         if tokens == 1:
             out = delta_rule_step(*(t[:, 0] for t in (q, k, v, g, beta)), S)[:, None]
         else:
             q, k, v, g, beta = (t.transpose(1, 2) for t in (q, k, v, g, beta))   # (B, H, T, …)
-            out, state.recurrent[layer] = delta_rule_chunks(q, k, v, g, beta, S)
+            out, S = delta_rule_chunks(q, k, v, g, beta, S)
             out = out.transpose(1, 2)
-        z = self.in_proj_z(x).unflatten(-1, (self.value_heads, self.value_dim))
-        out = self.norm(call.flat(out), z)                                # (B, T, Hv, Dv)
-        return self.out_proj(out.flatten(2))
+        call.put(state.recurrent, layer, S)
+        return out

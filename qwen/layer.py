@@ -23,7 +23,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x, call, state):
-        """call: this call's `model.Call`, the same for every layer."""
+        """call: this call's `model.Call` or `RaggedCall`, the same for every layer."""
         h = self.input_layernorm(x)
         if self.kind == FULL:
             x = x + self.self_attn(h, call, state, self.index)

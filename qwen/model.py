@@ -21,26 +21,53 @@ FP32_ALWAYS = ("A_log", "dt_bias")                          # two numbers a head
 
 @dataclass
 class Call:
-    """What every layer needs to know of one call's tokens."""
+    """What every layer needs to know of one call's tokens, B rows of up to T."""
 
     mask: torch.Tensor                                      # (B, T) bool, True = real
     slots: torch.Tensor                                     # (B, T) cache slot of each token, -1 = pad
+    span: int                                               # key slots that any row looks at
     before: torch.Tensor                                    # (B, T+1, K-1) inputs each token's convolution reads
     cos: torch.Tensor                                       # (B, 1, T, rotary_dim)
     sin: torch.Tensor
-    ragged: bool = False                                    # the layers' x holds real tokens only, (1, N, hidden)
+    rows: torch.Tensor | None = None                        # (B,) rows of the state they are; None: all, in order
 
-    def box(self, x):
-        """What the layers hand to the token mixers, as rows: (1, N, …) -> (B, T, …) when ragged, zeros at pads."""
-        if not self.ragged:
-            return x
-        out = x.new_zeros(*self.mask.shape, *x.shape[2:])
-        out[self.mask] = x[0]
+    def mix(self, mixer, *inputs):
+        """mixer(call, *inputs), inputs and result (B, T, …): what a layer does where a token meets others of its row."""
+        return mixer(self, *inputs)
+
+    def take(self, cache, layer: int):
+        """These rows of cache[layer]."""
+        return cache[layer] if self.rows is None else cache[layer][self.rows]
+
+    def put(self, cache, layer: int, new):
+        """Let these rows of cache[layer] be `new`."""
+        if self.rows is None:
+            cache[layer] = new
+        else:
+            cache[layer][self.rows] = new
+
+
+@dataclass
+class RaggedCall:
+    """Rows laid end to end, x (1, N, …). Where tokens meet, rows that decode and rows that read a prompt are boxed apart.
+
+    In one box the longest prompt would pad all the others.
+    """
+
+    parts: list[tuple[Call, torch.Tensor]]                  # a box, and where among the N its tokens lie
+
+    def mix(self, mixer, *inputs):
+        """As `Call.mix`, inputs and result (1, N, …)."""
+        out = None
+        for call, places in self.parts:
+            boxes = [x.new_zeros(*call.mask.shape, *x.shape[2:]) for x in inputs]               # (B, T, …), 0 at pads
+            for box, x in zip(boxes, inputs):
+                box[call.mask] = x[0, places]
+            mixed = mixer(call, *boxes)[call.mask]
+            if out is None:
+                out = mixed.new_empty(1, inputs[0].shape[1], *mixed.shape[1:])
+            out[0, places] = mixed
         return out
-
-    def flat(self, x):
-        """The way back: (B, T, …) -> (1, N, …) when ragged."""
-        return x[self.mask][None] if self.ragged else x
 
 
 class Model(nn.Module):
@@ -105,19 +132,20 @@ class Model(nn.Module):
         any work, for ids, masks or states that do not fit.
         """
         ids, mask = self._check(ids, state, mask)
-        x = self._layers(ids, mask, state)                                # (B, T, hidden)
+        state = self._empty_state(ids) if state is None else state
+        x = self._layers(ids, self._call(mask, state), state)             # (B, T, hidden)
         if last_only:
             last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)
             x = x[torch.arange(len(x), device=x.device), last, None]     # (B, 1, hidden)
         return self._logits(x)
 
-    def ragged(self, ids, cu_seqlens, state=None):
+    def ragged(self, ids, cu_seqlens, state=None, last_only: bool = False):
         """The same step without a pad in any projection: rows of unequal length laid end to end.
 
         ids (N,) integers; cu_seqlens (B+1,): row r's new tokens are ids[cu_seqlens[r]:cu_seqlens[r+1]] (none is
-        allowed); state as in `forward` -> logits (N, vocab). Only inside attention and DeltaNet, where a token
-        meets others of its row, the rows are put into a box; all weights see the N real tokens alone.
-        Raises ValueError for offsets that do not fit the ids.
+        allowed); state as in `forward` -> logits (N, vocab), or (B, vocab) at each row's last token. Only inside
+        attention and DeltaNet, where a token meets others of its row, the rows are put into a box; all weights see
+        the N real tokens alone. Raises ValueError for offsets that do not fit the ids.
         """
         lengths = torch.as_tensor(cu_seqlens).diff()
         if ids.dim() != 1 or len(lengths) == 0 or cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] != len(ids):
@@ -127,26 +155,51 @@ class Model(nn.Module):
         box = torch.zeros(mask.shape, dtype=ids.dtype)                    # _check refuses ids that are no integers
         box[mask] = ids.cpu()
         box, mask = self._check(box, state, mask)
-        return self._logits(self._layers(box, mask, state, ragged=True))[0]
+        state = self._empty_state(box) if state is None else state
+        if mask.all():                                                    # rows of one length are a box as they lie
+            x = self._layers(box, self._call(mask, state), state).flatten(0, 1)         # (N, hidden)
+        else:
+            x = self._layers(box[mask][None], self._ragged_call(mask, state), state)[0]
+        if last_only:
+            x = x[lengths.cumsum(0).to(x.device) - 1]                     # (B, hidden)
+        return self._logits(x)
 
-    def _layers(self, ids, mask, state, ragged: bool = False):
-        if state is None:
-            state = cache.State(self, len(ids), max_len=min(ids.shape[1], self.config.max_position_embeddings))
-        slots = cache.slot_mapping(mask, state.length)
-        state.reserve(slots)
-        call = Call(mask, slots, deltanet.window_index(mask, self.config.linear_conv_kernel_dim),
-                    *rope.angles(rope.positions(slots), self.config.rotary_dim, self.config.rope_theta), ragged)
-        x = self.embed_tokens(ids[mask][None] if ragged else ids)         # (B, T, hidden), ragged (1, N, hidden)
+    def _empty_state(self, ids):
+        return cache.State(self, len(ids), max_len=min(ids.shape[1], self.config.max_position_embeddings))
+
+    def _call(self, mask, state, rows=None):
+        slots = cache.slot_mapping(mask, state.length if rows is None else state.length[rows])
+        span = state.reserve(slots, rows)
+        before = deltanet.window_index(mask, self.config.linear_conv_kernel_dim)
+        cos, sin = rope.angles(rope.positions(slots), self.config.rotary_dim, self.config.rope_theta)
+        return Call(mask, slots, span, before, cos, sin, rows)
+
+    def _ragged_call(self, mask, state):
+        """mask (B, T), real tokens first in each row."""
+        lengths = mask.sum(1)
+        place = mask.long().masked_scatter(mask, torch.arange(int(lengths.sum()), device=mask.device))    # among the N
+        parts = []
+        for some in (lengths <= 1, lengths > 1):
+            rows = some.nonzero()[:, 0]
+            if len(rows):
+                part = mask[rows, :max(int(lengths[rows].max()), 1)]
+                places = place[rows, :part.shape[1]][part]
+                parts.append((self._call(part, state, rows if len(rows) < len(mask) else None), places))
+        return RaggedCall(parts)
+
+    def _layers(self, ids, call, state):
+        x = self.embed_tokens(ids)                                        # (B, T, hidden), ragged (1, N, hidden)
         for layer in self.layers:
             x = layer(x, call, state)
-        state.advance(slots)
+        for part, _ in getattr(call, "parts", [(call, None)]):
+            state.advance(part.slots, part.rows)
         return x
 
     def _logits(self, x):
         return (self.lm_head or self.embed_tokens.logits)(self.norm(x))
 
-    def check_prompts(self, prompts, max_new_tokens: int = 0):
-        """Refuse token lists this model cannot run: ValueError or TypeError naming the row.
+    def check_prompts(self, prompts, max_new_tokens: int = 0, names=None):
+        """Refuse token lists this model cannot run: ValueError or TypeError naming the row, or calling it by names[row].
 
         The last new token is never fed back, so a prompt of n tokens and m new ones need n + m - 1 positions.
         """
@@ -154,17 +207,18 @@ class Model(nn.Module):
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}, expected a whole number of at least 0")
         context = self.config.max_position_embeddings
         for row, prompt in enumerate(prompts):
+            who = names[row] if names else f"row {row}"
             if not isinstance(prompt, (list, tuple)):
-                raise TypeError(f"row {row} is {prompt!r}, expected a list of token ids")
+                raise TypeError(f"{who} is {prompt!r}, expected a list of token ids")
             if len(prompt) == 0:
-                raise ValueError(f"row {row} is empty, expected at least one token")
+                raise ValueError(f"{who} is empty, expected at least one token")
             for token in prompt:
                 if type(token) is not int:
-                    raise TypeError(f"row {row} holds {token!r}, expected token ids (int)")
+                    raise TypeError(f"{who} holds {token!r}, expected token ids (int)")
                 if not 0 <= token < self.config.vocab_size:
-                    raise ValueError(f"row {row} holds token {token}, the vocabulary has 0 to {self.config.vocab_size - 1}")
+                    raise ValueError(f"{who} holds token {token}, the vocabulary has 0 to {self.config.vocab_size - 1}")
             if len(prompt) + max(max_new_tokens - 1, 0) > context:
-                raise ValueError(f"row {row}: a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit "
+                raise ValueError(f"{who}: a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit "
                                  f"the context of {context}")
 
     def _check(self, ids, state, mask):
