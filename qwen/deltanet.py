@@ -39,12 +39,13 @@ def short_conv(x, carried, weight, before):
     -> (B, T, C) and the window to carry over (B, K-1, C), which holds inputs, not outputs.
     """
     inputs = torch.cat([carried, x], 1)                                   # (B, K-1+T, C)
-    rows = torch.arange(len(x), device=x.device)[:, None]
-    *taps, own = weight[:, 0].unbind(1)                                   # (C,) each
+    first = torch.arange(len(x), device=x.device) * inputs.shape[1]
+    before, rows = before + first[:, None, None], inputs.flatten(0, 1)    # embedding copies whole rows, indexing single numbers
+    *taps, own = weight[:, 0].t().contiguous()                            # (C,) each
     out = x * own
-    for tap, weight in enumerate(taps):
-        out = out.addcmul(inputs[rows, before[:, :-1, tap]], weight)
-    return F.silu(out), inputs[rows, before[:, -1]]
+    for i, tap in enumerate(taps):
+        out = out.addcmul(F.embedding(before[:, :-1, i], rows), tap)
+    return F.silu(out), F.embedding(before[:, -1], rows)
 
 
 def gates(a, b, A_log, dt_bias, mask):
@@ -127,7 +128,7 @@ class GatedDeltaNet(nn.Module):
         g, beta = gates(a, b, self.A_log, self.dt_bias, call.mask)
 
         S = call.take(state.recurrent, layer)                             # (B, Hv, Dk, Dv)
-        if tokens == 1:
+        if tokens == 1 and not qkv.requires_grad:                         # training needs the S that a step overwrites
             out = delta_rule_step(*(t[:, 0] for t in (q, k, v, g, beta)), S)[:, None]
         else:
             q, k, v, g, beta = (t.transpose(1, 2) for t in (q, k, v, g, beta))   # (B, H, T, …)

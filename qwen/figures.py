@@ -443,10 +443,11 @@ def timeline(ax, records, title="", steps=None, colors=None):
             color = {"empty": "plain", "riding": "pad"}.get(kind) or colors[name]
             ax.add_patch(Rectangle((first, -lane - 0.5 - LANES[kind] / 2), last - first, LANES[kind], facecolor=COLORS[color],
                                    edgecolor=INK, linewidth=0.6, hatch=HATCH.get(color)))
-            if kind == "decode" and name not in named and last - first > 1:
+            if kind == "decode" and name not in named:
                 named.add(name)
-                ax.text((first + last) / 2, -lane - 0.5, str(name), ha="center", va="center", fontsize=9, clip_on=True,
-                        color="white" if color in ON_DARK else INK)
+                short = last - first < 0.025 * (steps or len(records))    # then the name stands above
+                ax.text((first + last) / 2, -lane - (0.04 if short else 0.5), str(name), ha="center", va="center", fontsize=9,
+                        color="white" if color in ON_DARK and not short else INK)
     ax.set(title=title, xlabel="step", xlim=(0, steps or len(records)), ylim=(-len(pieces), 0), yticks=[-lane - 0.5 for lane in pieces],
            yticklabels=[f"seat {lane}" for lane in pieces])
     ax.tick_params(axis="y", length=0)
@@ -503,7 +504,8 @@ def pages(ax, tables, lengths, num_blocks, block_size, title=""):
             box(ax, b * step + 0.4 * place, 0, kind, "", 0.4, 0.9)
         if not names:
             box(ax, b * step, 0, "pad", "", 0.4 * block_size, 0.9)
-        ax.text(b * step + 0.2 * block_size, -0.15, f"block {b}\n{' + '.join(names) or 'free'}", ha="center", va="top", fontsize=9)
+        ax.text(b * step + 0.2 * block_size, -0.15, f"block {b}\n{' + '.join(names) or 'free'}", ha="center", va="top",
+                fontsize=9)
         said.append(f"block {b} {'shared by ' if len(names) > 1 else ''}{' and '.join(names) or 'free'}")
     width = num_blocks * step - 0.5
     for name, table in tables.items():
@@ -523,11 +525,12 @@ def two_tables():
     figure, ax = plt.subplots(figsize=(9, 3))
     words = pages(ax, {"A": [5, 0, 3], "B": [5, 2]}, {"A": 17, "B": 13}, 6, 8,
                   "Two users, one memory, blocks of 8: a table says where a row's tokens are")
-    return figure, f"Two block tables above a memory of six blocks of eight slots. {words} The last block of each is partly empty."
+    return figure, (f"Two block tables above a memory of six blocks of eight slots. {words} "
+                    f"The last block of each is partly empty.")
 
 
 PICTURES = {"one_trip": one_trip, "two_per_user": two_per_user, "two_ridges": two_ridges,
-            "work_and_windows": work_and_windows,
+            "work_and_windows": work_and_windows, "two_tables": two_tables,
             "two_schedules": two_schedules}                 # file name in figures/ -> its drawing function
 
 

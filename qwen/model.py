@@ -147,11 +147,16 @@ class Model(nn.Module):
         attention and DeltaNet, where a token meets others of its row, the rows are put into a box; all weights see
         the N real tokens alone. Raises ValueError for offsets that do not fit the ids.
         """
-        lengths = torch.as_tensor(cu_seqlens).diff()
-        if ids.dim() != 1 or len(lengths) == 0 or cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] != len(ids):
-            raise ValueError(f"cu_seqlens {torch.as_tensor(cu_seqlens).tolist()} does not cut {tuple(ids.shape)} ids into rows, "
+        offsets = torch.as_tensor(cu_seqlens).cpu()
+        lengths = offsets.diff()
+        if not isinstance(ids, torch.Tensor) or offsets.is_floating_point():
+            raise TypeError(f"ids are {type(ids).__name__} and cu_seqlens {offsets.dtype}, expected tensors of integers")
+        if ids.dim() != 1 or len(lengths) == 0 or offsets[0] != 0 or (lengths < 0).any() or offsets[-1] != len(ids):
+            raise ValueError(f"cu_seqlens {offsets.tolist()} does not cut {tuple(ids.shape)} ids into rows, "
                              f"expected offsets that rise from 0 to their number")
-        mask = torch.arange(int(lengths.max()))[None] < lengths.cpu()[:, None]      # (B, T), real tokens first
+        if last_only and not lengths.all():
+            raise ValueError(f"row {lengths.argmin().item()} brings no token and has no last one")
+        mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]  # (B, T), real tokens first
         box = torch.zeros(mask.shape, dtype=ids.dtype)                    # _check refuses ids that are no integers
         box[mask] = ids.cpu()
         box, mask = self._check(box, state, mask)
@@ -161,7 +166,7 @@ class Model(nn.Module):
         else:
             x = self._layers(box[mask][None], self._ragged_call(mask, state), state)[0]
         if last_only:
-            x = x[lengths.cumsum(0).to(x.device) - 1]                     # (B, hidden)
+            x = x[offsets[1:].to(x.device) - 1]                           # (B, hidden)
         return self._logits(x)
 
     def _empty_state(self, ids):

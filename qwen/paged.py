@@ -6,12 +6,13 @@ have one size at any length, so every running row has one fixed place for them. 
 is therefore only half of a prefix; the other half is a snapshot of window and matrix taken at its end.
 """
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import torch
 
 from qwen.cache import State
 from qwen.config import FULL
+from qwen.roofline import count
 
 
 class OutOfBlocks(RuntimeError):
@@ -26,12 +27,14 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, forget=lambda block: None):
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
+        count(1, num_blocks=num_blocks, block_size=block_size)
         self.num_blocks, self.block_size, self.forget = num_blocks, block_size, forget
-        self.queue = OrderedDict.fromkeys(range(num_blocks))              # the free ones, the next to go first
-        self.holders = [0] * num_blocks
+        self.clear()
+
+    def clear(self):
+        """All blocks are free, whoever held them."""
+        self.queue = OrderedDict.fromkeys(range(self.num_blocks))         # the free ones, the next to go first
+        self.holders = [0] * self.num_blocks
 
     @property
     def num_free(self) -> int:
@@ -41,17 +44,17 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Different blocks that somebody holds."""
-        return sum(count > 0 for count in self.holders)
+        return self.num_blocks - self.num_free
 
     def blocks(self, tokens: int) -> int:
         """Blocks that so many tokens take, the last perhaps in part."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, count: int = 1) -> list[int]:
-        """Take `count` free blocks, each with one holder. Raises OutOfBlocks, before any is taken."""
-        if count > self.num_free:
-            raise OutOfBlocks(f"{count} blocks are wanted, {self.num_free} of {self.num_blocks} are free")
-        taken = [self.queue.popitem(last=False)[0] for _ in range(count)]
+    def allocate(self, number: int = 1) -> list[int]:
+        """Take so many free blocks, each with one holder. Raises OutOfBlocks, before any is taken."""
+        if number > self.num_free:
+            raise OutOfBlocks(f"{number} blocks are wanted, {self.num_free} of {self.num_blocks} are free")
+        taken = [self.queue.popitem(last=False)[0] for _ in range(number)]
         for block in taken:
             self.forget(block)
             self.holders[block] = 1
@@ -66,9 +69,9 @@ class BlockPool:
     def free(self, blocks):
         """One holder less for each block; the last to leave makes it free. Raises ValueError if one has none left."""
         blocks = self._known(blocks)
-        for block in set(blocks):
-            if blocks.count(block) > self.holders[block]:
-                raise ValueError(f"block {block} is freed {blocks.count(block)} times and has {self.holders[block]} holders")
+        for block, times in Counter(blocks).items():
+            if times > self.holders[block]:
+                raise ValueError(f"block {block} is freed {times} times and has {self.holders[block]} holders")
         for block in blocks:
             self.holders[block] -= 1
             if not self.holders[block]:
@@ -94,26 +97,26 @@ class PagedCache:
     """The memory of `num_rows` running rows: blocks for keys and values, one fixed place a row for the rest.
 
     k, v: per full-attention layer (num_blocks · block_size + 1, Hkv, D), the last slot a spare that pads fall into;
-    conv, recurrent: per linear layer, as in `cache.State`. `tables[r]` and `length[r]` are row r's.
+    `tables[r]` and `length[r]` are row r's. `fixed` is a `cache.State` without keys and values: windows and matrices.
     """
 
     def __init__(self, model, num_rows: int, num_blocks: int, block_size: int = 16, num_snapshots: int = 0):
-        config, device = model.config, model.device
-        self.config, self.device = config, device
-        self.pool = BlockPool(num_blocks, block_size, self._forget)
-        self.tables, self.length = [[] for _ in range(num_rows)], [0] * num_rows
+        count(0, num_snapshots=num_snapshots)
+        config, self.pool = model.config, BlockPool(num_blocks, block_size, self._forget)
+        self.fixed, self.tables, self.length = State(model, num_rows), [[] for _ in range(num_rows)], [0] * num_rows
+        shape = num_blocks * block_size + 1, config.num_key_value_heads, config.head_dim
+        self.k, self.v = ({layer: torch.zeros(shape, dtype=model.dtype, device=model.device)
+                           for layer, kind in enumerate(config.layer_types) if kind == FULL} for _ in "kv")
         self.known, self.key_of = {}, {}                                  # prefix -> its last block, and back
         self.num_snapshots, self.snapshots = num_snapshots, OrderedDict() # prefix -> window and matrix at its end
-        self.k, self.v, self.conv, self.recurrent = {}, {}, {}, {}
-        for layer, kind in enumerate(config.layer_types):
-            if kind == FULL:
-                shape = num_blocks * block_size + 1, config.num_key_value_heads, config.head_dim
-                self.k[layer], self.v[layer] = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in "kv")
-            else:
-                self.conv[layer] = torch.zeros(num_rows, config.linear_conv_kernel_dim - 1, config.conv_dim,
-                                               dtype=model.dtype, device=device)
-                self.recurrent[layer] = torch.zeros(num_rows, config.linear_num_value_heads, config.linear_key_head_dim,
-                                                    config.linear_value_head_dim, device=device)
+
+    def clear(self):
+        """As new: no row holds anything and no prefix is known."""
+        self.pool.clear()
+        self.tables, self.length = [[] for _ in self.tables], [0] * len(self.length)
+        self.fixed.reset()
+        for prefixes in (self.known, self.key_of, self.snapshots):
+            prefixes.clear()
 
     def missing(self, row: int, tokens: int) -> int:
         """Blocks that row must take before it holds `tokens` more, copies of shared ones that it would write counted."""
@@ -144,17 +147,18 @@ class PagedCache:
         """Row's blocks go back, the last first: a prefix is useful only from its start, so its end is reused first."""
         self.pool.free(self.tables[row][::-1])
         self.tables[row], self.length[row] = [], 0
-        for cache in (*self.conv.values(), *self.recurrent.values()):
-            cache[row] = 0
+        self.fixed.reset(row)
 
     def fork(self, row: int, into: int):
         """Make the empty row `into` a second holder of all that row holds: one prompt, two answers."""
-        if self.tables[into] or self.length[into]:
-            raise ValueError(f"row {into} holds {self.length[into]} tokens, expected an empty row to fork into")
+        self._check_empty(into)
         self.pool.share(self.tables[row])
         self.tables[into], self.length[into] = list(self.tables[row]), self.length[row]
-        for cache in (*self.conv.values(), *self.recurrent.values()):
-            cache[into] = cache[row]
+        self.fixed.restore([into], self.fixed.snapshot([row]))
+
+    def _check_empty(self, row):
+        if self.tables[row]:
+            raise ValueError(f"row {row} holds {self.length[row]} tokens in {len(self.tables[row])} blocks, expected an empty row")
 
     def rows(self, rows) -> "PagedRows":
         """What one call of the model works on: these rows, in this order."""
@@ -181,13 +185,12 @@ class PagedCache:
         """
         if not keys or keys[-1] not in self.snapshots or any(key not in self.known for key in keys):
             raise ValueError(f"row {row}: no snapshot was kept after these {len(keys)} blocks, nothing can be reused")
+        self._check_empty(row)
         blocks = [self.known[key] for key in keys]
         self.pool.share(blocks)
         self.tables[row], self.length[row] = blocks, len(blocks) * self.pool.block_size
         self.snapshots.move_to_end(keys[-1])
-        for cache, kept in zip((self.conv, self.recurrent), self.snapshots[keys[-1]]):
-            for layer, tensor in kept.items():
-                cache[layer][row] = tensor
+        self.fixed.restore([row], self.snapshots[keys[-1]])
 
     def remember(self, row: int, keys, snapshot: bool = False):
         """Let others find row's first len(keys) blocks; with `snapshot`, also what its linear layers hold now.
@@ -201,8 +204,7 @@ class PagedCache:
         if snapshot:
             if self.length[row] != len(keys) * self.pool.block_size or not keys:
                 raise ValueError(f"row {row} holds {self.length[row]} tokens, expected the {len(keys)} full blocks of its keys")
-            self.snapshots[keys[-1]] = tuple({layer: tensor[row].clone() for layer, tensor in cache.items()}
-                                             for cache in (self.conv, self.recurrent))
+            self.snapshots[keys[-1]] = self.fixed.snapshot([row])
             self.snapshots.move_to_end(keys[-1])
             while len(self.snapshots) > self.num_snapshots:
                 self.snapshots.popitem(last=False)
@@ -221,17 +223,17 @@ class PagedRows:
     """
 
     def __init__(self, cache: PagedCache, rows: list[int]):
-        self.cache, self.index, self.config = cache, rows, cache.config
-        self.length = torch.tensor([cache.length[row] for row in rows], dtype=torch.int64, device=cache.device)
-        self.conv = {layer: tensor[rows] for layer, tensor in cache.conv.items()}
-        self.recurrent = {layer: tensor[rows] for layer, tensor in cache.recurrent.items()}
+        copies = cache.fixed.select(rows)
+        self.cache, self.index, self.config = cache, rows, copies.config
+        self.conv, self.recurrent = copies.conv, copies.recurrent
+        self.length = torch.tensor([cache.length[row] for row in rows], dtype=torch.int64, device=copies.length.device)
 
     batch, advance = State.batch, State.advance
 
     def reserve(self, slots, rows=None) -> int:
         """Find the memory of a call's slots (B, T); returns how many slots its rows look at. rows as in `State`.
 
-        Raises ValueError naming a row whose blocks do not reach so far.
+        Raises ValueError naming a row whose blocks do not reach so far or are others' too.
         """
         rows = torch.arange(self.batch, device=slots.device) if rows is None else rows
         need = torch.maximum(self.length[rows], slots.amax(1) + 1).tolist()
@@ -240,30 +242,39 @@ class PagedRows:
             if tokens > len(tables[row]) * size:
                 raise ValueError(f"row {self.index[row]} would hold {tokens} tokens, its {len(tables[row])} blocks of {size} "
                                  f"have no room for them")
+            if self.cache._shared(self.index[row], tokens - self.cache.length[self.index[row]]):
+                raise ValueError(f"row {self.index[row]} would write into a block that others hold: grow it first")
+        self.places = {}
         width = max(1, *map(len, tables))
         self.table = torch.tensor([t + [0] * (width - len(t)) for t in tables], device=slots.device)    # (rows, N)
         return max(need)
 
     def append(self, layer: int, k, v, call):
         """Store the k, v (B, Hkv, T, D) of a `model.Call`; return its rows' (B, Hkv, S, D), gathered from their blocks."""
-        size, spare = self.cache.pool.block_size, self.cache.pool.num_blocks * self.cache.pool.block_size
-        table = self.table if call.rows is None else self.table[call.rows]                              # (B, N)
-        write = slot_mapping(call.slots.clamp(min=0), table, size).masked_fill(call.slots < 0, spare)   # (B, T)
-        position = torch.arange(call.span, device=k.device).expand(len(table), -1)                      # (B, S)
-        # Behind a row's last token its block may hold what an earlier owner left: the spare is read instead
-        behind = position > call.slots.amax(1, keepdim=True)
-        read = slot_mapping(position, table, size).masked_fill(behind, spare)
+        write, read = self.places.get(id(call)) or self._places(call)     # the same in every layer
         found = []
         for cache, new in ((self.cache.k[layer], k), (self.cache.v[layer], v)):
             cache[write] = new.transpose(1, 2)                            # (B, T, Hkv, D)
             found.append(cache[read].transpose(1, 2))
         return found
 
+    def _places(self, call):
+        """Where a call's new tokens go (B, T), and where all that its rows look at lies (B, S)."""
+        size, spare = self.cache.pool.block_size, self.cache.pool.num_blocks * self.cache.pool.block_size
+        table = self.table if call.rows is None else self.table[call.rows]                              # (B, N)
+        write = slot_mapping(call.slots.clamp(min=0), table, size).masked_fill(call.slots < 0, spare)   # (B, T)
+        position = torch.arange(call.span, device=table.device).expand(len(table), -1)                  # (B, S)
+        # Behind a row's last token its block may hold what an earlier owner left: the spare is read instead
+        behind = position > call.slots.amax(1, keepdim=True)
+        self.places[id(call)] = write, slot_mapping(position, table, size).masked_fill(behind, spare)
+        return self.places[id(call)]
+
     def commit(self, rows=None):
         """Make the call's result the cache's: lengths, windows and matrices of all its rows, or of these (indices)."""
-        rows = range(self.batch) if rows is None else rows
-        for i, length in zip(rows, self.length[list(rows)].tolist()):
-            self.cache.length[self.index[i]] = length
-            for own, all_rows in ((self.conv, self.cache.conv), (self.recurrent, self.cache.recurrent)):
-                for layer, tensor in own.items():
-                    all_rows[layer][self.index[i]] = tensor[i]
+        rows = list(range(self.batch) if rows is None else rows)
+        index = [self.index[i] for i in rows]
+        for own, kept in ((self.conv, self.cache.fixed.conv), (self.recurrent, self.cache.fixed.recurrent)):
+            for layer, tensor in own.items():
+                kept[layer][index] = tensor[rows]
+        for row, length in zip(index, self.length[rows].tolist()):
+            self.cache.length[row] = length

@@ -1,4 +1,5 @@
 """Whoever comes, goes, shares, waits or is thrown out: every request gets what it gets alone, and no block is lost."""
+import sys
 from collections import Counter
 from unittest.mock import patch
 
@@ -7,9 +8,11 @@ import torch
 from helpers import NEAR_TIE, random_model, solo, tokens
 from hypothesis import given, settings, strategies as st
 
-from qwen import engine as module
+from qwen import engine as module, paged
+from qwen.cache import State
 from qwen.engine import AGING, PATIENCE, POLICIES, Engine, Request, StaticBatcher
 from qwen.model import Model
+from qwen.paged import BlockPool, PagedCache, PagedRows
 from qwen.sample import generate
 from qwen.weights import SHIPPED
 
@@ -200,35 +203,110 @@ def test_a_then_b_then_a(make):
     empty(batcher)
 
 
-@pytest.mark.parametrize("where", ["model", "draw"])
+BREAKS = {"model": (MODEL, "ragged"), "draw": (module, "sample"), "snapshot": (State, "select"), "put back": (State, "restore"),
+          "commit": (PagedRows, "commit"), "free": (BlockPool, "free"), "forget": (PagedCache, "_forget")}
+
+
+@pytest.mark.parametrize("where", BREAKS)
 @pytest.mark.parametrize("nth", [0, 2, 5])
 def test_an_exception_inside_a_step_loses_nothing(where, nth):
     """Step again and the answers are the same, sampled ones too."""
-    requests = [Request(p, 8, id=i, seed=i, temperature=1.0 * (i % 2)) for i, p in enumerate(tokens(7, 30, 4, 11, 25))]
+    shared, tails = tokens(7, 13)[0], tokens(8, 17, 4, 11, 25)
+    requests = [Request(shared * (i > 0) + p, 8, id=i, seed=i, temperature=1.0 * (i % 2)) for i, p in enumerate(tails)]
     engine = Engine(MODEL, 3, 16, 4, 14, enable_prefix_caching=True)
-    for request in requests:
-        engine.add(request)
-    owner, name = (MODEL, "ragged") if where == "model" else (module, "sample")
+    owner, name = BREAKS[where]
     right, calls = getattr(owner, name), []
 
     def breaks(*args, **kwargs):
         calls.append(0)
         if len(calls) == nth + 1:
-            raise RuntimeError("broken off")
+            raise MemoryError("broken off")
         return right(*args, **kwargs)
 
+    for request in requests:
+        engine.add(request)
     broken = 0
     with patch.object(owner, name, breaks):
         while engine.waiting or engine.running:
-            before = {s.id: (list(s.tokens), s.computed) for s in engine.running}, engine.now
+            before = {i: list(s.tokens) for i, s in engine.sequences.items()}
             try:
                 engine.step()
-            except RuntimeError:
+            except MemoryError:
                 broken += 1
-                now = {s.id: (s.tokens, s.computed) for s in engine.running}
-                assert engine.now == before[1] and all(now[i] == old for i, old in before[0].items() if i in now)
+                assert before == {i: s.tokens for i, s in engine.sequences.items()} or where in ("snapshot", "free", "forget")
             sound(engine)
-    assert broken == 1 and [engine.sequences[i].new for i in range(4)] == [alone(r) for r in requests]
+    assert broken == (len(calls) > nth) and [engine.sequences[i].new for i in range(4)] == [alone(r) for r in requests]
+    empty(engine)
+    assert engine.generate(requests) == [alone(r) for r in requests]
+
+
+@pytest.mark.parametrize("make", [lambda: Engine(TWO_LAYERS, 2, 6, 4, 9, enable_prefix_caching=True), lambda: StaticBatcher(TWO_LAYERS, 2, 4, 9)],
+                         ids=["continuous", "static"])
+def test_interrupted_at_any_line(make):
+    """Ctrl-C between any two lines of engine and cache, then the same cell again: the same answers, no block lost."""
+    requests = [Request(p, 4, id=i, seed=i, temperature=0.9 * (i % 2)) for i, p in enumerate(tokens(9, 9, 3, 6))]
+    right, files, lines, target = [alone(r, TWO_LAYERS) for r in requests], (module.__file__, paged.__file__), 0, None
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if frame.f_code.co_filename not in files or frame.f_code.co_name in ("_step", "add", "generate", "cancel"):
+            return trace if frame.f_code.co_filename in files else None
+        if event == "line":
+            lines += 1
+            if lines == target:
+                raise KeyboardInterrupt
+        return trace
+
+    def run(batcher):
+        try:
+            sys.settrace(trace)
+            return batcher.generate(requests)
+        except KeyboardInterrupt:
+            return None
+        finally:
+            sys.settrace(None)
+
+    assert run(make()) == right
+    total = lines
+    for target in range(1, total, max(1, total // 60)):
+        batcher, lines = make(), 0
+        assert run(batcher) is None
+        sound(batcher)
+        assert batcher.generate(requests) == right
+        empty(batcher)
+
+
+def test_what_a_caller_does_with_a_request_later_changes_nothing():
+    prompt = tokens(5, 6)[0]
+    request = Request(prompt, 6, id="a", seed=3, temperature=2.0)
+    right, engine = alone(request), Engine(MODEL)
+    engine.add(request)
+    engine.step()
+    prompt.append(9)
+    request.max_new_tokens, request.sampling["temperature"] = 2, 0.1
+    while engine.running:
+        engine.step()
+    assert engine.sequences["a"].new == right
+
+
+def test_a_row_whose_logits_are_no_numbers_is_named_and_can_be_cancelled():
+    engine, (good, bad) = Engine(MODEL), (Request([1, 2], 3, id="good"), Request([4], 3, id="bad"))
+    engine.add(good), engine.add(bad)
+    right = MODEL.ragged
+
+    def poisoned(ids, cu_seqlens, state, last_only):
+        logits = right(ids, cu_seqlens, state, last_only)
+        logits[[i for i, row in enumerate(state.index) if row == engine.sequences["bad"].row]] = float("nan")
+        return logits
+
+    with patch.object(MODEL, "ragged", poisoned):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="request 'bad': logits hold NaN"):
+                engine.step()
+        engine.cancel("bad")
+        while engine.waiting or engine.running:
+            engine.step()
+    assert engine.sequences["good"].new == alone(good)
     empty(engine)
 
 
@@ -308,6 +386,19 @@ def test_without_chunks_a_prompt_runs_whole():
         assert max(r.computed for r in engine.records) == most
 
 
+def test_without_chunks_but_with_snapshots_one_prompt_at_a_time_is_over_the_budget():
+    """A prompt is still cut where a snapshot is taken, and nobody else's begins before its rest has run."""
+    engine, base = Engine(MODEL, 4, 16, 4, 100, enable_chunked_prefill=False, enable_prefix_caching=True), tokens(1, 24)[0]
+    engine.generate([Request(base, 1)])
+    requests = [Request(base[:4] + tokens(2, 40)[0], 2, id="x"), Request(tokens(3, 12)[0], 2, id="y")]
+    assert engine.generate(requests) == [alone(r) for r in requests]
+    prompts = [[name for name, count in r.rows.items() if count > 1] for r in engine.records]
+    assert all(len(names) == 1 for names, r in zip(prompts, engine.records) if r.computed > 16 + r.batch_size)
+    engine = Engine(MODEL, 4, 16, 4, 100, enable_prefix_caching=True, num_snapshots=0)
+    engine.generate([Request(base[:16], 1)])
+    assert [r.computed for r in engine.records] == [16]                   # no snapshot, no cut
+
+
 # Prefixes --------------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +457,8 @@ def test_a_pool_of_4_blocks_of_4():
     (Request("hello", 3, id="x"), "its prompt is 'hello'"), (Request([1], 600, id="x"), "do not fit the context"),
     (Request([1], 3, id="x", arrival=-1), "arrival is -1"), (Request([1], 3, id="x", priority="high"), "priority is 'high'"),
     (Request([1], 3, id="x", arrival=4, deadline=3), "deadline is 3"), (Request([1], 3, id="x", temperature=-1), "temperature is -1"),
-    (Request([1], 3, id="x", heat=1), "heat"), (Request([1], 3, id="x", seed="a"), "seed is 'a'"), (Request([1], 1.5, id="x"), "max_new_tokens is 1.5"),
+    (Request([1], 3, id="x", heat=1), "heat"), (Request([1], 3, id="x", seed="a"), "seed is 'a'"),
+    (Request([1], 3, id="x", seed=0.0), "seed is 0.0"), (Request([1], 3, id="x", stop=5.5), "float"), (Request([1], 1.5, id="x"), "max_new_tokens is 1.5"),
 ])
 @pytest.mark.parametrize("make", [Engine, StaticBatcher])
 def test_bad_requests_are_refused_by_name_and_the_others_go_on(make, request_, says):
@@ -387,7 +479,7 @@ def test_an_id_is_used_once_at_a_time():
     engine = Engine(MODEL)
     request = Request([1, 2], 2, id="a")
     engine.add(request)
-    with pytest.raises(ValueError, match="request 'a' is there already"):
+    with pytest.raises(ValueError, match="request 'a': it is there already"):
         engine.add(request)
     while engine.waiting or engine.running:
         engine.step()
@@ -417,13 +509,37 @@ def test_cancelling():
     engine.step()
     engine.cancel("a")
     assert engine.sequences["a"].new == alone(a)[:2] and engine.sequences["a"].reason == "cancelled"
+    s = engine.sequences["a"]
+    assert (s.latency, s.time_to_first_token, s.time_per_token) == (2, 1, 1.0)
     engine.cancel("a")
     with pytest.raises(KeyError, match="request 'c' is unknown"):
         engine.cancel("c")
     while engine.waiting or engine.running:
         engine.step()
     assert engine.sequences["b"].new == alone(b)
+    assert [r.finished for r in engine.records] == [{}, {}, {"a": "cancelled"}, {"b": "length"}]
+    early = engine.add(Request([1], 1, arrival=10))
+    engine.cancel(early)
+    assert engine.sequences[early].latency == 0
     empty(engine)
+
+
+@pytest.mark.parametrize("when", range(5))
+def test_cancelling_in_a_static_batch(when):
+    static = StaticBatcher(MODEL, 2)
+    requests = [Request(p, 6, id=i) for i, p in enumerate(tokens(22, 3, 5, 4))]
+    for request in requests:
+        static.add(request)
+    for step in range(40):
+        if step == when:
+            static.cancel(0)
+        if not static.waiting and not static.running:
+            break
+        static.step()
+        sound(static)
+    assert [static.sequences[i].new for i in (1, 2)] == [alone(r) for r in requests[1:]]
+    assert static.sequences[0].new == alone(requests[0])[:when]
+    empty(static)
 
 
 @pytest.mark.parametrize("make", [Engine, StaticBatcher])

@@ -164,11 +164,21 @@ def test_two_answers_from_one_prompt_copy_only_the_block_they_write():
     for row, tail in ((0, [5, 7]), (1, [9, 7])):                          # each goes on from its own copy
         assert far(run(cache, [row], [[7]])[0], solo(MODEL, prompt + tail)[0][-1]) <= 1
     sound(cache)
-    with pytest.raises(ValueError, match="row 1 holds 22 tokens, expected an empty row to fork into"):
+    with pytest.raises(ValueError, match="row 1 holds 22 tokens in 3 blocks, expected an empty row"):
         cache.fork(0, 1)
     for row in (0, 1):
         cache.release(row)
     assert cache.pool.num_free == 8
+
+
+def test_a_shared_block_is_not_written_by_accident():
+    cache = PagedCache(MODEL, 2, 8, 8)
+    run(cache, [0], [tokens(3, 20)[0]])
+    cache.fork(0, 1)
+    with pytest.raises(ValueError, match="row 1 would write into a block that others hold: grow it first"):
+        MODEL.ragged(torch.tensor([7]), torch.tensor([0, 1]), cache.rows([1]))
+    cache.grow(1, 1)
+    MODEL.ragged(torch.tensor([7]), torch.tensor([0, 1]), cache.rows([1]))
 
 
 def test_growing_without_room_changes_nothing():
@@ -201,6 +211,8 @@ def test_a_prefix_is_reused_only_with_its_snapshot():
         cache.reuse(1, keys[:1])                                          # it cannot be cut back
     with pytest.raises(ValueError, match="row 0 holds 21 tokens, expected the 2 full blocks of its keys"):
         cache.remember(0, keys, snapshot=True)
+    with pytest.raises(ValueError, match="row 0 holds 21 tokens in 3 blocks, expected an empty row"):
+        cache.reuse(0, keys)
     used = cache.pool.num_used
     cache.reuse(1, keys)
     assert cache.pool.num_used == used and cache.length[1] == 16
@@ -241,10 +253,10 @@ def test_snapshots_have_a_budget_of_their_own():
 def test_a_call_that_breaks_off_has_changed_nothing():
     cache, (prompt,) = PagedCache(MODEL, 1, 8, 4), tokens(10, 12)
     run(cache, [0], [prompt])
-    before = {(name, layer): t.clone() for name in ("conv", "recurrent") for layer, t in getattr(cache, name).items()}
+    before = {(name, layer): t.clone() for name in ("conv", "recurrent") for layer, t in getattr(cache.fixed, name).items()}
     cache.grow(0, 3)
     MODEL.ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 3]), cache.rows([0]))             # no commit
-    assert cache.length == [12] and all(torch.equal(t, getattr(cache, name)[layer]) for (name, layer), t in before.items())
+    assert cache.length == [12] and all(torch.equal(t, getattr(cache.fixed, name)[layer]) for (name, layer), t in before.items())
     assert far(run(cache, [0], [[4]])[0], solo(MODEL, prompt + [4])[0][-1]) <= 1
 
 

@@ -1,4 +1,6 @@
 """Rows laid end to end give what the padded box gives, and what each row gives alone."""
+from unittest.mock import patch
+
 import pytest
 import torch
 from helpers import far, random_model, tokens
@@ -74,6 +76,42 @@ def test_offsets_that_do_not_fit(offsets):
 def test_a_token_outside_the_vocabulary_is_named_with_its_row():
     with pytest.raises(ValueError, match="row 1 holds token 64"):
         MODELS["grouped"].ragged(torch.tensor([1, 2, 64]), torch.tensor([0, 2, 3]))
+
+
+def test_the_last_token_of_each_row():
+    model, seqs = MODELS["grouped"], tokens(5, 3, 1, 70)
+    ids, offsets = lay(seqs)
+    last = model.ragged(ids, offsets, last_only=True)
+    assert far(last, model.ragged(ids, offsets)[offsets[1:] - 1]) <= 1
+    with pytest.raises(ValueError, match="row 1 brings no token and has no last one"):
+        model.ragged(ids, torch.tensor([0, 3, 3, 74]), last_only=True)
+
+
+def test_long_prompts_do_not_pad_the_rows_that_decode():
+    """What the mixers see: a box of the decoding rows, one token wide, and a box of the prompts."""
+    model, boxes = MODELS["grouped"], []
+    mixer = next(layer.linear_attn for layer in model.layers if hasattr(layer, "linear_attn"))
+    with patch.object(mixer, "remember", lambda call, *args, right=mixer.remember, **rest: (
+            boxes.append(tuple(call.mask.shape)), right(call, *args, **rest))[1]):
+        model.ragged(*lay(tokens(6, 1, 200, 1, 30, 1)))
+    assert boxes == [(3, 1), (2, 200)]
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (4, 1, 2)])
+def test_gradients_flow_through_a_ragged_call(lengths):
+    model = random_model(3).requires_grad_(True)
+    ids, offsets = lay(tokens(7, *lengths))
+    model.ragged(ids, offsets).square().sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    sum(model(torch.tensor([seq])).square().sum() for seq in tokens(7, *lengths)).backward()
+    assert all(far(found[name] / 1e3, p.grad / 1e3) <= 1 for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("ids, offsets", [([1, 2], [0, 2]), (torch.tensor([1, 2]), [0.0, 2.0])])
+def test_other_things_than_integers(ids, offsets):
+    with pytest.raises(TypeError, match="expected tensors of integers"):
+        MODELS["grouped"].ragged(ids, offsets)
 
 
 def test_ids_that_are_no_integers_are_refused_not_cut():
