@@ -2,6 +2,7 @@
 
     python notebooks/build.py          # every chapter
     python notebooks/build.py 01 06    # the chapters whose names start so
+    python notebooks/build.py times    # build none, measure them, and write the README's running times
 
 The way is one way: the text (jupytext's py:percent form) is what is edited, the
 notebook is made from it. A second build gives the same bytes, except in the outputs
@@ -11,10 +12,12 @@ of cells tagged `nbval-ignore-output`.
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import struct
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -188,7 +191,29 @@ def build(source, target):
     os.replace(unfinished, target)
 
 
+def measure():
+    """Run every chapter from kernel start to last cell and write the README's column of times, in steps of 5 s."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for source in sorted(SOURCE.glob("[0-9][0-9]_*.py")):
+        start = time.monotonic()
+        execute(read(source), source.stem, FOLDER)
+        seconds = time.monotonic() - start
+        print(f"{source.stem}: {seconds:.1f} s")
+        row = rf"(?m)^(\| {source.name[:2]} \|.*\| )\d+( s \|)$"
+        text, found = re.subn(row, rf"\g<1>{5 * math.ceil(seconds / 5)}\g<2>", text)
+        if found != 1:
+            raise SystemExit(f"README.md has {found} rows for chapter {source.stem}, expected one that ends with its time")
+    unfinished = readme.with_name(".README.md.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, readme)
+
+
 def main(names):
+    if names == ["times"]:
+        os.environ.update(dict.fromkeys(THREADS, str(os.cpu_count())))  # as a reader's kernel runs
+        fix_environment()
+        return measure()
     sources = sorted(SOURCE.glob("[0-9][0-9]_*.py"))
     for name in names:
         if not any(source.name.startswith(name) for source in sources):

@@ -666,4 +666,4 @@ _ = check("02.5", wrong_heads)
 # users who begin with the very same text have the same keys and values there, and *prefix caching* keeps those once.
 #
 # **Next:** [03 Padding and masks](03_padding_and_masks.ipynb): here both histories were 3 tokens long. What if one user
-# has 100 and the other 5?
+# has 100 and the other 5? **Before:** [01 One weight matrix](01_one_weight_matrix.ipynb).

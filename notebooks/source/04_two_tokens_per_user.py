@@ -722,5 +722,5 @@ _ = check("04.5", processed)
 # lookup is vLLM's `ngram` method of `speculative_config`; for a model
 # with recurrent layers it keeps a state after each draft, so that a refusal picks one instead of running again.
 #
-# **Next:** [05 The roofline](05_the_roofline.ipynb) measures where a step's time goes. Or go on to
-# [06 The Qwen batch chapter](06_the_qwen_batch_chapter.ipynb): four real prompts of unequal length through the whole model.
+# **Next:** [05 The roofline](05_the_roofline.ipynb) measures where a step's time goes. **Before:**
+# [03 Padding and masks](03_padding_and_masks.ipynb).

@@ -637,4 +637,4 @@ _ = check("05.5", users_that_fit)
 # context. Say which of the two you quote.
 #
 # **Next:** [06 The Qwen batch chapter](06_the_qwen_batch_chapter.ipynb) runs a whole model in a batch and holds every
-# answer against the solo run.
+# answer against the solo run. **Before:** [04 Two tokens per user](04_two_tokens_per_user.ipynb).

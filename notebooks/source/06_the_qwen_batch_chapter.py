@@ -882,5 +882,5 @@ _ = check("06.5", my_count)
 # (`cu_seqlens`). Rows do not ride along either: finished ones leave and waiting ones enter between two steps, which is
 # **continuous batching**. Kernels with a fixed order of summation are called batch-invariant there too.
 #
-# **Next:** chapter 07 (not written yet) gives away the places that ride along here. A row that is done leaves, and a
-# waiting user takes its slot.
+# **Next:** [07 Static and continuous batching](07_static_and_continuous_batching.ipynb) gives away the places that ride
+# along here. A row that is done leaves, and a waiting user takes its slot. **Before:** [05 The roofline](05_the_roofline.ipynb).

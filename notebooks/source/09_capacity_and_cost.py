@@ -32,7 +32,7 @@ from qwen.sample import generate
 from qwen.weights import find_model
 
 figures.setup()
-model = Model.from_pretrained(find_model())
+model = Model.from_pretrained(find_model(), device="cpu", dtype=torch.float32)
 chat = Chat(model, find_model())
 
 # %% [markdown]
@@ -636,7 +636,7 @@ for size in (16, 32, 64):
 # %% [markdown]
 # **False**, as the run shows. The correction is **partly** right: to copy everything at each step would indeed cost
 # more than half the step again, but nobody has to; a row is copied when it enters. What pages really buy is *room*:
-# without them each row reserves its longest possible length. (Chapter 08, not written yet, is about pages.)
+# without them each row reserves its longest possible length. (Chapter 08 is about pages.)
 #
 # **4. "Batching works the same for prefill and decode."** Against: prefill is limited by compute, decode by memory.
 # Count FLOP for each byte, with 2-byte weights.
@@ -834,4 +834,4 @@ _ = check("09.5", ridge_point)
 # formulas to notice when one of them cannot be true.
 #
 # **Next:** this is the last chapter. The engines' own code is now readable: in vLLM, the scheduler and the block
-# manager; in SGLang, the radix cache.
+# manager; in SGLang, the radix cache. **Before:** [08 The paged KV cache](08_the_paged_kv_cache.ipynb).
