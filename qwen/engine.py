@@ -4,6 +4,7 @@ Iteration-level scheduling (Orca: Yu et al. 2022, USENIX OSDI) over a paged cach
 flat tokens: one of each row that decodes, a chunk of each prompt that is still being read (chunked prefill: Agrawal
 et al. 2023, arXiv 2308.16369). Each answer is the one that the request would get alone.
 """
+import itertools
 import time
 from copy import copy
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from qwen.paged import PagedCache
-from qwen.roofline import count as whole
+from qwen.roofline import count
 from qwen.sample import check_sampling, sample, seeded, stop_set
 
 POLICIES = ("fcfs", "priority", "deadline")
@@ -125,8 +126,8 @@ class Engine:
     requests ranked ahead and M tokens (prompt and new) in the longest there is, a request ends at most 2·M·(k + 1)
     steps after it and those k have come.
     enable_chunked_prefill=False: a prompt runs whole, and as the only one of its step where it exceeds the budget.
-    enable_prefix_caching: reuse blocks that end in one of up to num_snapshots states of the linear layers. A snapshot is
-    taken where a prompt's last full block ends and where it parts from what others left; chunks, whole ones too, end there.
+    enable_prefix_caching: reuse blocks that end in one of up to num_snapshots states of the linear layers. A snapshot
+    is taken where a prompt parts from what others left and at its last full block; its chunks, whole ones too, end there.
 
     For one thread. `sequences` and `records` keep all figures until the caller clears them.
     """
@@ -135,7 +136,7 @@ class Engine:
                  num_blocks: int | None = None, policy: str = "fcfs", enable_chunked_prefill: bool = True,
                  enable_prefix_caching: bool = False, num_snapshots: int = 16):
         """num_blocks: default max_num_seqs rows of 1,024 tokens. Raises ValueError naming the setting."""
-        whole(1, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size)
+        count(1, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size)
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
         if num_blocks is None:
@@ -190,21 +191,21 @@ class Engine:
         """The request checked and copied: what its owner does with it later changes nothing."""
         request = copy(request)
         if request.id is None:
-            request.id = next(n for n in range(self.added, self.added + len(self.sequences) + 1) if n not in self.sequences)
+            request.id = next(n for n in itertools.count(self.added) if n not in self.sequences)
         try:
             if request.id in self.sequences and self.sequences[request.id].finished is None:
                 raise ValueError("it is there already, expected an id of its own")
             self.model.check_prompts([request.prompt], request.max_new_tokens, ["its prompt"])
             check_sampling(**request.sampling)
-            whole(0, arrival=request.arrival)
+            count(0, arrival=request.arrival)
             for what, value in (("priority", request.priority), ("seed", request.seed), ("deadline", request.deadline)):
                 if type(value) is not int and (value is not None or what == "priority"):
                     raise ValueError(f"{what} is {value!r}, expected a whole number")
             if request.deadline is not None and request.deadline < request.arrival:
-                raise ValueError(f"deadline is {request.deadline}, expected a step not before its arrival, {request.arrival}")
-            need = self.pool.blocks(len(request.prompt) + max(request.max_new_tokens - 1, 0))
-            if need > self.pool.num_blocks:
-                raise ValueError(f"it needs {need} blocks of {self.pool.block_size} tokens, the pool has {self.pool.num_blocks}")
+                raise ValueError(f"deadline is {request.deadline}, expected a step from its arrival {request.arrival} on")
+            need, pool = self.pool.blocks(len(request.prompt) + max(request.max_new_tokens - 1, 0)), self.pool
+            if need > pool.num_blocks:
+                raise ValueError(f"it needs {need} blocks of {pool.block_size} tokens, the pool has {pool.num_blocks}")
             stop = stop_set(request.stop)
         except (ValueError, TypeError) as error:
             raise type(error)(f"request {request.id!r}: {error}") from None
@@ -212,7 +213,8 @@ class Engine:
         within = PATIENCE if request.deadline is None else min(request.deadline - request.arrival, PATIENCE)
         late = {"fcfs": 0, "priority": AGING * request.priority, "deadline": within}[self.policy]
         arrival = self.now + request.arrival
-        return Sequence(request.id, request, arrival, arrival + late, self.added, list(request.prompt), stop, seeded(request.seed))
+        return Sequence(request.id, request, arrival, arrival + late, self.added, list(request.prompt), stop,
+                        seeded(request.seed))
 
     # A step ----------------------------------------------------------------------------------------------------
 
@@ -241,20 +243,24 @@ class Engine:
         plan, preempted = self._schedule()                                # [(sequence, its tokens in this step)]
         seats = {s.row: s.id for s in self.running}
         used, drawn = self.pool.num_used, self._run(plan) if plan else []
-        useful = sum(self._count(sequence, count) for sequence, count in plan if sequence.finished is None)
+        useful = sum(self._count(s, tokens) for s, tokens in plan if s.finished is None)
         for sequence, token, generator in drawn:
-            ends = token in sequence.stop or len(sequence.new) + 1 == sequence.request.max_new_tokens
+            full = len(sequence.new) + 1 == sequence.request.max_new_tokens
+            reason = "stop" if token in sequence.stop else "length" if full else None
             first = self.now if sequence.first_token is None else sequence.first_token
             vars(sequence).update(                                        # one call: all of it or, after Ctrl-C, nothing
-                tokens=[*sequence.tokens, token], generator=generator, first_token=first, finished=self.now if ends else None,
-                reason=None if not ends else "stop" if token in sequence.stop else "length")
-            if ends:
+                tokens=[*sequence.tokens, token], generator=generator, first_token=first, reason=reason,
+                finished=self.now if reason else None)
+            if reason:
                 ended.append(sequence)
                 self._leave(sequence)
         record = StepRecord(
-            self.now, {s.id: count for s, count in plan}, tuple(seats.get(row) for row in range(self.max_num_seqs)),
-            self.cancelled | {s.id: s.reason for s in ended}, tuple(s.id for s, _ in plan if s not in before), tuple(preempted),
-            sum(s.arrival <= self.now for s in self.waiting), used, useful, time.perf_counter() - start)
+            step=self.now, rows={s.id: tokens for s, tokens in plan},
+            seats=tuple(seats.get(row) for row in range(self.max_num_seqs)),
+            finished=self.cancelled | {s.id: s.reason for s in ended},
+            admitted=tuple(s.id for s, _ in plan if s not in before), preempted=tuple(preempted),
+            queue_depth=sum(s.arrival <= self.now for s in self.waiting), blocks_used=used, useful=useful,
+            seconds=time.perf_counter() - start)
         self.records.append(record)
         self.now, self.cancelled = self.now + 1, {}
         return record
@@ -270,23 +276,23 @@ class Engine:
             if sequence.row is None:                                      # preempted for one ranked before it
                 continue
             others = len(self.running) - len(plan) - 1                    # each of them keeps a token of the budget
-            count = self._chunk(sequence, left - others)
-            while sequence.row is not None and self.cache.missing(sequence.row, count) > self.pool.num_free:
+            tokens = self._chunk(sequence, left - others)
+            while sequence.row is not None and self.cache.missing(sequence.row, tokens) > self.pool.num_free:
                 victim = max(self.running, key=lambda s: s.rank)
                 victim.preemptions += 1
                 self._leave(victim)
                 self.waiting.append(victim)                               # its tokens are kept, what it computed is not
                 preempted.append(victim.id)
             if sequence.row is not None:
-                self.cache.grow(sequence.row, count)
-                plan.append((sequence, count))
-                left -= count
+                self.cache.grow(sequence.row, tokens)
+                plan.append((sequence, tokens))
+                left -= tokens
         if not preempted:
             self._admit(plan, left)
         return plan, preempted
 
     def _admit(self, plan, left):
-        """Let in who waits, in the policy's order, as long as there are place, budget and blocks for the one in front."""
+        """Let in who waits, in the policy's order, while there are place, budget and blocks for the one in front."""
         size, free = self.pool.block_size, sorted(set(range(self.max_num_seqs)) - {s.row for s in self.running})
         for sequence in self._there():
             keys = self._keys(sequence, len(sequence.tokens) - 1)         # the last token runs in any case
@@ -295,8 +301,8 @@ class Engine:
             if not free or left < 1 or self.pool.blocks(len(sequence.tokens)) - held > self.pool.num_free:
                 return
             if not self.enable_chunked_prefill:
-                rest, prompts = len(sequence.tokens) - kept * size, [(s, count) for s, count in plan if s.behind > 1]
-                if any(count < s.behind for s, count in prompts) or (prompts and rest > left):
+                rest, prompts = len(sequence.tokens) - kept * size, [(s, part) for s, part in plan if s.behind > 1]
+                if any(part < s.behind for s, part in prompts) or (prompts and rest > left):
                     return
             self._seat(sequence, free.pop(0))
             if kept:
@@ -304,10 +310,10 @@ class Engine:
             sequence.computed, sequence.reused = kept * size, sequence.reused + kept * size
             if self.cache.num_snapshots:
                 sequence.marks = tuple(sorted({n * size for n in (there, len(keys)) if n > kept}))
-            count = self._chunk(sequence, left)
-            self.cache.grow(sequence.row, count)
-            plan.append((sequence, count))
-            left -= count
+            tokens = self._chunk(sequence, left)
+            self.cache.grow(sequence.row, tokens)
+            plan.append((sequence, tokens))
+            left -= tokens
 
     def _seat(self, sequence, row):
         self.waiting.remove(sequence)
@@ -327,21 +333,21 @@ class Engine:
 
     def _chunk(self, sequence, most):
         """Tokens of a running sequence in this step: one to decode; of a prompt, up to `most` and to the next mark."""
-        count = min(sequence.behind, most) if self.enable_chunked_prefill else sequence.behind
-        return min([count, *(mark - sequence.computed for mark in sequence.marks if mark > sequence.computed)])
+        tokens = min(sequence.behind, most) if self.enable_chunked_prefill else sequence.behind
+        return min([tokens, *(mark - sequence.computed for mark in sequence.marks if mark > sequence.computed)])
 
     def _run(self, plan):
-        """The forward pass: [(sequence, its next token, its generator after the draw)] for the rows that are up to date."""
+        """The forward pass: [(sequence, next token, generator after the draw)] for the rows that are up to date."""
         rows = self.cache.rows([s.row for s, _ in plan])
         alive = [i for i, (s, _) in enumerate(plan) if s.finished is None]
         rows.length[[i for i in range(len(plan)) if i not in alive]] -= 1    # who has ended runs its last token again
-        ids = [token for (s, count), start in zip(plan, rows.length.tolist()) for token in s.tokens[start:start + count]]
-        cu_seqlens = torch.tensor([0, *(count for _, count in plan)]).cumsum(0)
-        logits = self.model.ragged(torch.tensor(ids), cu_seqlens, rows, last_only=True).float().cpu()     # (B, vocab)
+        parts = [s.tokens[start:start + tokens] for (s, tokens), start in zip(plan, rows.length.tolist())]
+        ids, cu_seqlens = torch.tensor(sum(parts, [])), torch.tensor([0, *map(len, parts)]).cumsum(0)
+        logits = self.model.ragged(ids, cu_seqlens, rows, last_only=True).float().cpu()     # (B, vocab)
         drawn = []
         for i in alive:
-            s, count = plan[i]
-            if count == s.behind:
+            s, tokens = plan[i]
+            if tokens == s.behind:
                 generator = s.generator and s.generator.clone_state()
                 try:
                     drawn.append((s, sample(logits[i], s.new, generator=generator, **s.request.sampling), generator))
@@ -350,13 +356,14 @@ class Engine:
         rows.commit(alive)
         return drawn
 
-    def _count(self, sequence, count):
-        """Book `count` tokens as computed; returns how many of them were so for the first time."""
-        sequence.computed += count
-        useful = max(0, sequence.computed - max(sequence.farthest, sequence.computed - count))
+    def _count(self, sequence, tokens):
+        """Book so many tokens as computed; returns how many of them were so for the first time."""
+        before = sequence.computed
+        sequence.computed += tokens
+        useful = max(0, sequence.computed - max(sequence.farthest, before))
         sequence.farthest = max(sequence.farthest, sequence.computed)
         keys, marked = self._keys(sequence, sequence.computed), sequence.computed in sequence.marks
-        if marked or sequence.computed // self.pool.block_size > (sequence.computed - count) // self.pool.block_size:
+        if marked or sequence.computed // self.pool.block_size > before // self.pool.block_size:
             self.cache.remember(sequence.row, keys, snapshot=marked)
         return useful
 
@@ -376,14 +383,16 @@ class StaticBatcher(Engine):
     steps. Whoever ends keeps the place and runs along, its last token again and again, until the longest has ended.
     """
 
-    def __init__(self, model, max_num_seqs: int = 8, block_size: int = 16, num_blocks: int | None = None, timeout: int = 0):
-        whole(0, timeout=timeout)
+    def __init__(self, model, max_num_seqs: int = 8, block_size: int = 16, num_blocks: int | None = None,
+                 timeout: int = 0):
+        count(0, timeout=timeout)
         super().__init__(model, max_num_seqs, block_size=block_size, num_blocks=num_blocks)
         self.timeout = timeout
 
     def _schedule(self):
         there = self._there()
-        if not self.running and there and (len(there) >= self.max_num_seqs or self.now - there[0].arrival >= self.timeout):
+        full = len(there) >= self.max_num_seqs
+        if not self.running and there and (full or self.now - there[0].arrival >= self.timeout):
             for row, sequence in enumerate(there[:self.max_num_seqs]):
                 most = len(sequence.tokens) + sequence.request.max_new_tokens - 1 - len(sequence.new)
                 if self.pool.blocks(most) > self.pool.num_free:

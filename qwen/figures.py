@@ -413,7 +413,7 @@ def work_and_windows():
     return figure, f"Three boxes of the same area, {work:.1f} GPU-seconds: {'; '.join(said)}. The shorter, the higher."
 
 
-LANES = {"prefill": 0.84, "decode": 0.5, "riding": 0.5, "empty": 0.5}     # kind of a lane's piece -> its height
+LANES = {"prefill": 0.76, "decode": 0.5, "riding": 0.5, "empty": 0.5}     # kind of a lane's piece -> its height
 
 
 def timeline(ax, records, title="", steps=None, colors=None):
@@ -446,9 +446,10 @@ def timeline(ax, records, title="", steps=None, colors=None):
             if kind == "decode" and name not in named:
                 named.add(name)
                 short = last - first < 0.025 * (steps or len(records))    # then the name stands above
-                ax.text((first + last) / 2, -lane - (0.04 if short else 0.5), str(name), ha="center", va="center", fontsize=9,
+                ax.text((first + last) / 2, -lane - (0.12 if short else 0.52), str(name), ha="center",
+                        va="bottom" if short else "center", fontsize=9,
                         color="white" if color in ON_DARK and not short else INK)
-    ax.set(title=title, xlabel="step", xlim=(0, steps or len(records)), ylim=(-len(pieces), 0), yticks=[-lane - 0.5 for lane in pieces],
+    ax.set(title=title, xlabel="step", xlim=(0, steps or len(records)), ylim=(-len(pieces), 0.25), yticks=[-lane - 0.5 for lane in pieces],
            yticklabels=[f"seat {lane}" for lane in pieces])
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
@@ -480,7 +481,7 @@ def two_schedules():
     static, continuous = (counted(lengths, 4, kind) for kind in (False, True))
     words = []
     for ax, name, records in zip(axes, ("Static", "Continuous"), (static, continuous)):
-        counts = timeline(ax, records, f"{name} batching: {len(records)} steps", steps=len(static))
+        counts = timeline(ax, records, f"{name} batching: {len(records)} steps", len(static), dict(zip("EFGH", "DCBA")))
         words.append(f"{name} batching takes {len(records)} steps, of {4 * len(records)} seats in steps {counts['riding']} "
                      f"ride along and {counts['empty']} are empty")
     axes[0].set_xlabel("")

@@ -83,7 +83,7 @@ def test_counted_records_are_the_engines(continuous, kind):
 @pytest.fixture(scope="module")
 def chapter():
     """The names of the cells that define the slider's function and what it needs; answers of 27 tokens on average."""
-    names = {"random": random, "right": [[0] * n for n in (2, 104, 10, 35, 4, 7)], "AGING": 16}
+    names = {"random": random, "right": {n: [0] * n for n in (2, 104, 10, 35, 4, 7)}, "AGING": 16}
     for cell in cells("07"):
         for name in ("def percentile(", "def simulate(", "def watch("):
             if cell.cell_type == "code" and f"\n{name}" in f"\n{cell.source}":

@@ -57,7 +57,6 @@ RIGHT = {
     "07.3": [lambda prompt, new, most, last, stop: bool(set([last]) & set(stop)) or not new < most],
     "07.4": [chunks_token_by_token, lambda *args: torch.tensor(chunks_token_by_token(*args))],
     "07.5": [order_by_picking, lambda waiting, aging: tuple(order_by_picking(waiting, aging))],
-    "07.6": [[8, 8, 5], (8, 8, 5), torch.tensor([8, 8, 5])],
 }
 WRONG = {
     "07.1": [
@@ -114,11 +113,6 @@ WRONG = {
         (lambda w, aging: [r[0] for r in sorted(w, key=lambda r: -r[1] - aging * r[2])], "Backwards"),
         (lambda w, aging: [r[0] for r in sorted(w, key=lambda r: (r[1] + aging * r[2], r[1]))], "keep the order"),
         (lambda w, aging: sorted(w, key=lambda r: r[1] + aging * r[2]), "names only"), (lambda w, aging: ["A"], "Called with"),
-    ],
-    "07.6": [
-        ([8, 5, 5], "ride along"), ([8, 8, 8], "thrown away"), ([11, 8, 5], "never hold eleven"), ([14, 8, 5], "cannot sit"),
-        ([5, 8, 5], "given away"), ([6, 8, 5], "five go on"), ([9, 8, 5], "Nine rows"), ([8, 8, 3], "three is how many"),
-        ([5, 5, 5], "three that ended"), ([8, 11, 5], "nobody sits down"), (8, "read the sentence"),
     ],
 }
 

@@ -119,3 +119,11 @@ def test_no_file_names_a_registry_or_a_machine():
                 if match := pattern.search(line):
                     found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
     assert not found
+
+
+def test_the_readmes_python_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {})
+    printed = capsys.readouterr().out
+    assert printed.count("The capital of France is Paris.\n2\n") == 2 and "StepRecord(step=0, rows={0: " in printed

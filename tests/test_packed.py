@@ -37,6 +37,31 @@ def test_a_product(dtype, bound):
         assert far(layer(x).float(), F.linear(x, weight).float()) <= bound
 
 
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1), (torch.bfloat16, 200)])
+def test_few_rows_filled_up_with_zeros(dtype, bound):
+    """As on a CPU whose kernel wants at least four rows; a row's neighbours make no difference either way."""
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(1500, 700, generator=rng).mul(700 ** -0.5).to(dtype)
+    layer, seen = PackedLinear(weight), []
+    layer.least = 4
+    with patch.object(PackedLinear, "product", lambda self, x, right=PackedLinear.product: seen.append(len(x)) or right(self, x)):
+        for shape in ((1, 1), (3, 1), (1, 2), (1,), (2,), (4, 1), (5, 1)):
+            x = torch.randn(*shape, 700, generator=rng).to(dtype)
+            assert layer(x).shape == (*shape, 1500) and far(layer(x).float(), F.linear(x, weight).float()) <= bound
+    assert seen == [4] * 12 + [5] * 2
+
+
+@pytest.mark.parametrize("seconds, least", [((3, 3, 2), 4), ((2, 2, 3), 1)])
+def test_how_many_rows_is_what_the_clock_says(seconds, least):
+    """One, two and four rows, three times over; models that fit a cache are not timed."""
+    ticks = iter([t for one in seconds * 3 for t in (0, one)])
+    layers = [PackedLinear(torch.zeros(600, 700))]
+    with patch.object(packed.time, "perf_counter", lambda: next(ticks)):
+        assert packed.least_rows(layers) == 1
+        with patch.object(packed, "BEYOND_CACHE", 1):
+            assert packed.least_rows(layers) == least
+
+
 def models():
     plain, fast = random_model(**WIDE), random_model(**WIDE)
     pack(fast)

@@ -1,5 +1,5 @@
-"""Chapter 07's exercises: steps by seats, leaving, the end of an answer, the budget's shares, who goes first, and who rides."""
-from qwen.exercises import Function, Value
+"""Chapter 07's exercises: steps by seats, leaving, the end of an answer, the budget's shares, and who goes first."""
+from qwen.exercises import Function
 
 # 07.1 ---------------------------------------------------------------- steps of continuous batching
 
@@ -166,19 +166,4 @@ ORDER = Function(
     ),
 )
 
-# 07.6 ---------------------------------------------------------------- who runs, who rides
-
-ROWS = Value([8, 8, 5], (
-    ([8, 5, 5], "In (b) nobody leaves a static batch: the three ride along and are computed."),
-    ([8, 8, 8], "In (c) three of the eight have ended. What is computed for them is thrown away."),
-    ([11, 8, 5], "In (a) three seats are free, so three of the six sit down. Eight seats never hold eleven."),
-    ([14, 8, 5], "In (a) all six cannot sit down: three seats are free."),
-    ([5, 8, 5], "In (a) the free seats are given away in the next step: three of the six sit down."),
-    ([6, 8, 5], "In (a) five go on and three of the six sit down."),
-    ([9, 8, 5], "In (a) as many sit down as got up. Nine rows in eight seats is the slip of the story above."),
-    ([8, 8, 3], "In (c) three is how many ride along; the other rows are useful."),
-    ([5, 5, 5], "In (a) three of the waiting sit down, and in (b) the three that ended ride along."),
-    ([8, 11, 5], "In (b) nobody sits down before the whole batch has ended."),
-))
-
-EXERCISES = {"07.1": STEPS, "07.2": LEAVE, "07.3": END, "07.4": CHUNKS, "07.5": ORDER, "07.6": ROWS}
+EXERCISES = {"07.1": STEPS, "07.2": LEAVE, "07.3": END, "07.4": CHUNKS, "07.5": ORDER}
