@@ -41,6 +41,15 @@ def test_text_and_notebook_agree(name):
 
 
 @chapter
+def test_a_chapter_links_to_the_one_before_and_the_next(name):
+    last = [cell.source for cell in notebook(name).cells if cell.cell_type == "markdown"][-1]
+    at = CHAPTERS.index(name)
+    for mark, other in (("**Before:**", CHAPTERS[at - 1] if at else None), ("**Next:**", (CHAPTERS + [None])[at + 1])):
+        if other:
+            assert f"]({other}.ipynb)" in last.partition(mark)[2], f"{mark} does not link to {other}"
+
+
+@chapter
 def test_every_code_cell_was_executed_in_order(name):
     # nbval passes a cell that has neither a count nor an output without running a comparison.
     counts = [cell.execution_count for cell in code(name)]

@@ -7,15 +7,16 @@
 # The answer of every engine today is an operating system's: cut the memory into small *blocks*, hand them out one by
 # one, and keep a list for each row of where its tokens are. At the end of this chapter you can keep that list by hand,
 # attend through it, share it between rows without one spoiling the other, and say why all of this is only half of a
-# prefix on a hybrid model. You will have seen what each rule prevents, twice as a wrong answer in words.
+# prefix on a hybrid model. You will have seen what each rule prevents, four times as a wrong answer in words.
 #
-# It runs in about fifteen seconds on two cores and needs nothing but this repository; read chapter 06 first. The
-# machinery is `qwen/paged.py` and `qwen/engine.py`, two files to read beside this text. Words and symbols are listed in
-# the [glossary](GLOSSARY.md). Several cells ask for a prediction. The outputs are already below them: to predict
-# honestly, choose *Edit > Clear Outputs of All Cells* first.
+# It runs in about fifteen seconds on two cores and needs nothing but this repository; read chapters 06 and 07 first.
+# The machinery is `qwen/paged.py` and `qwen/engine.py`, two files to read beside this text. Words and symbols are
+# listed in the [glossary](GLOSSARY.md). Several cells ask for a prediction. The outputs are already below them: to
+# predict honestly, choose *Edit > Clear Outputs of All Cells* first.
 
 # %%
 from dataclasses import replace
+from time import perf_counter
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
@@ -27,7 +28,7 @@ from qwen.chat import Chat, build_prompt
 from qwen.engine import Engine, Request
 from qwen.exercises import check
 from qwen.model import Model
-from qwen.paged import BlockPool, PagedCache, slot_mapping
+from qwen.paged import BlockPool, PagedCache, PagedRows, slot_mapping
 from qwen.roofline import HARDWARE, LLAMA_3_8B, QWEN_0_8B, hybrid, rows_in_memory
 from qwen.sample import generate
 from qwen.weights import find_model
@@ -39,6 +40,51 @@ chat = Chat(model, path)
 _ = torch.set_grad_enabled(False)
 print("layers:", ", ".join(kind.split("_")[0] for kind in model.config.layer_types))
 
+# %%
+def encode(*turns):
+    """Token ids of a conversation: question, answer, question …, up to where the model speaks next."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return chat.tk.encode(build_prompt(messages)).ids
+
+
+def cut(parts):
+    """Rows as a flat buffer and its offsets."""
+    return torch.tensor(sum(parts, [])), torch.tensor([0, *map(len, parts)]).cumsum(0)
+
+
+def run(cache, rows, parts):
+    """Run these tokens of these rows through the model; the logits (B, vocab) at the last of each."""
+    for row, tokens in zip(rows, parts):
+        cache.grow(row, len(tokens))
+    call = cache.rows(rows)
+    logits = model.ragged(*cut(parts), call, last_only=True)
+    call.commit()                                       # what the call wrote becomes the cache's
+    return logits
+
+
+# %%
+def go_on(cache, row, tokens, limit=60):
+    """Run tokens of one row, then each best next token, until one is a stop: the new ones."""
+    new = []
+    while len(new) < limit and not (new and new[-1] in chat.stop):
+        new.append(run(cache, [row], [new[-1:] or tokens]).argmax().item())
+    return new
+
+
+def solo(prompt):
+    """The new tokens that the prompt gets alone, without blocks: what every way is held against."""
+    return generate(model, torch.tensor([prompt]), 60, stop=chat.stop)
+
+
+def in_common(a, b):
+    """How many tokens at the start are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+France = ("What is the capital of France?", "The capital of France is Paris.")
+Japan = (*France, "And of Japan?", "The capital of Japan is Tokyo.")
+
 # %% [markdown]
 # ## What a reservation costs
 #
@@ -49,32 +95,36 @@ print("layers:", ", ".join(kind.split("_")[0] for kind in model.config.layer_typ
 # **Predict:** the context is 1,024 tokens. If every row reserves that, which share of the memory ever holds a token?
 
 # %%
-def encode(*turns):
-    """Token ids of a conversation: question, answer, question …, up to where the model speaks next."""
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    return chat.tk.encode(build_prompt(messages)).ids
-
-
-rows = []                                               # (prompt, answer) in tokens, stop included
+served = []                                             # (prompt, answer) in tokens, stop included
 for conversation in (path / "corpus.txt").read_text(encoding="utf-8").split("\n\n"):
     lines = [line for line in conversation.splitlines() if line[:3] in ("Q: ", "A: ")]
     turns = [line[3:].replace("\\n", "\n") for line in lines]
     for i in range(1, len(turns), 2):
-        rows.append((len(encode(*turns[:i])), len(chat.tk.encode(turns[i]).ids) + 1))
-lengths = [prompt + answer for prompt, answer in rows]
-print(f"{len(rows)} rows, {sum(lengths):,} tokens; shortest {min(lengths)}, longest {max(lengths)}, "
-      f"mean {sum(lengths) / len(rows):.0f}")
+        served.append((len(encode(*turns[:i])), len(chat.tk.encode(turns[i]).ids) + 1))
+lengths = [prompt + answer for prompt, answer in served]
+print(f"{len(served)} rows, {sum(lengths):,} tokens; shortest {min(lengths)}, longest {max(lengths)}, "
+      f"mean {sum(lengths) / len(served):.0f}")
 
-# %%
 LIMIT = 120                                             # a usual max_new_tokens
-ways = {"the context, 1,024": 1024 * len(rows), "the longest row": max(lengths) * len(rows),
-        "prompt + max_new_tokens": sum(prompt + LIMIT for prompt, _ in rows),
+ways = {"the context, 1,024": 1024 * len(served), "the longest row": max(lengths) * len(served),
+        "prompt + max_new_tokens": sum(prompt + LIMIT for prompt, _ in served),
         "blocks of 16": sum(-(-n // 16) * 16 for n in lengths), "the tokens alone": sum(lengths)}
 print(f"{'each row takes':24} {'slots':>8} {'used':>5}   {QWEN_0_8B.name}, {LLAMA_3_8B.name}")
 for way, slots in ways.items():
     gb = [slots * shape.kv_bytes / 1e9 for shape in (QWEN_0_8B, LLAMA_3_8B)]
     print(f"{way:24} {slots:8,} {sum(lengths) / slots:5.0%}   {gb[0]:9.2f} GB, {gb[1]:7.2f} GB")
+
+# %%
+fig, ax = plt.subplots(figsize=(8, 2.6))
+used = [100 * sum(lengths) / slots for slots in ways.values()]
+look = {"edgecolor": figures.INK, "linewidth": 0.8}
+ax.barh(list(ways), used, color=figures.COLORS["predicted"], **look)
+ax.barh(list(ways), [100 - u for u in used], left=used, color=figures.COLORS["pad"],
+        hatch=figures.HATCH["pad"], **look)
+ax.invert_yaxis()
+ax.set(title="Of 100 slots: with a token (blue), empty (hatched)", xlim=(0, 100))
+figures.show(fig, "One bar a way of 100 slots. With a token: "
+                  + ", ".join(f"{way} {u:.0f}" for way, u in zip(ways, used)) + "; the rest is empty.")
 
 # %% [markdown]
 # (The last columns are the keys and values these rows would take in two published shapes, in bf16, GB = 1e9 bytes.)
@@ -83,8 +133,8 @@ for way, slots in ways.items():
 # *between* the pieces. **Predict:** A, B, C and D have 8 slots each; B and D leave, so 16 of 32 are free. E wants 12.
 # Does E get in?
 #
-# "A 5-token user occupies 5 tokens' worth of pages, not 100", says the usual explanation, and that is nearly true.
-# **Predict** the slots that 5 tokens take in blocks of 1, 4, 8, 16 and 64. When does the sentence become false?
+# "A 5-token user occupies 5 tokens' worth of pages, not 100", says the usual explanation. The second half of the cell
+# counts how true that is, for several block sizes.
 
 # %%
 memory = ["A"] * 8 + ["."] * 8 + ["C"] * 8 + ["."] * 8
@@ -94,15 +144,15 @@ print("E wants 12 in one piece:", max(gaps) >= 12)
 free = [b for b in range(8) if set(memory[4 * b:4 * b + 4]) == {"."}]   # the same memory in blocks of 4
 print(f"E wants {-(-12 // 4)} blocks of 4; free are blocks {free}:", len(free) >= 3)
 print()
-for size in (1, 4, 8, 16, 64, 128):
-    blocks = {n: -(-n // size) for n in (5, 100)}
-    print(f"blocks of {size:3}: 5 tokens take {blocks[5]} = {blocks[5] * size:3} slots, "
-          f"100 take {blocks[100]:3} = {blocks[100] * size:3}; at most {size - 1:3} empty in a row")
+for block in (1, 4, 8, 16, 64, 128):
+    taken = {n: -(-n // block) for n in (5, 100)}
+    print(f"blocks of {block:3}: 5 tokens take {taken[5]} = {taken[5] * block:3} slots, "
+          f"100 take {taken[100]:3} = {taken[100] * block:3}; at most {block - 1:3} empty in a row")
 
 # %% [markdown]
 # Enough memory in the wrong pieces: that is **external fragmentation**. Pieces of one size have none of it, because
-# every free piece fits every row. What remains is the end of each row's last block; with blocks of 128 user B pays for
-# 128.
+# every free piece fits every row. What remains is the end of each row's last block; with blocks of 128 the 5-token user
+# pays for 128, more than 100.
 #
 # ## A block table, by hand
 #
@@ -131,16 +181,16 @@ print("token 16 is in slot", by_loop[16])
 figures.show(*figures.two_tables())
 
 # %% [markdown]
-# The last `assert` is the package's `slot_mapping`, the same line for many rows at once. The picture has that row, and
-# a second user whose table begins with the same block; how two rows come to share one is a later section.
+# The last `assert` is the package's `slot_mapping`, the same line for many rows at once. The picture has that row, A,
+# and a second user B with the table [1, 2].
 #
 # **The wrong versions.** Three slips that raise no error. (a) `table[t // 8] + t % 8`: the block size is forgotten. (b)
 # `table[t % 3] * 8 + t // 3`: the tokens are dealt out to the blocks in turn. (c) A row with a shorter table is filled
 # up with -1, and somebody looks there.
 #
-# The memory has 6 blocks; A has blocks 5, 0, 3 and B has 1, 2. A's token t is 10 + t, B's is 110 + t. B is stored
-# first, rightly; then A with each formula. **Predict:** which one spoils B's tokens? Which one gives each of A's tokens
-# a slot of its own, and is wrong all the same?
+# A and B are those of the picture. A's token t is 10 + t, B's is 110 + t. B is stored first, rightly; then A with each
+# formula. **Predict:** which one spoils B's tokens? Which one gives each of A's tokens a slot of its own, and is wrong
+# all the same?
 
 # %%
 A, B = torch.tensor([5, 0, 3]), torch.tensor([1, 2])
@@ -161,17 +211,22 @@ padded = torch.tensor([[5, 0, 3], [1, 2, -1]])          # B's table, filled up t
 memory = torch.arange(48) // 8                          # each slot holds its block's number
 print("(c) B's token 16, in block -1, reads block", memory[padded[1, 16 // 8] * 8 + 16 % 8].item(),
       "- which is A's")
+old = t[:16]
+two, three = A[:2][old % 2] * 8 + old // 2, A[old % 3] * 8 + old // 3
+print(f"(b) read with (b) too: when the table grows from 2 to 3 blocks, {int((two != three).sum())} of 16 "
+      "tokens are looked for elsewhere")
 
 # %% [markdown]
 # (a) squeezes 17 tokens into fewer slots, so the row loses its own, and some of B's. (b) is the treacherous one:
-# everything has its own slot, and a cache that also *reads* with this formula works, until the table grows and each
-# token moves. (c) is Python's -1, the last block, whoever has it. `PagedRows` fills up with 0 and never reads there.
+# everything has its own slot, and a cache that also *reads* with this formula works, until the table grows and nearly
+# every token is looked for elsewhere. (c) is Python's -1, the last block, whoever has it. `PagedRows` fills up with 0
+# and never reads there.
 #
 # ## Growth
 #
 # Room is taken when a token needs it, not before. A row of 7 tokens in blocks of 8 grows one by one.
 #
-# **Predict:** after which tokens does the table get longer?
+# **Predict:** with which token does the table get longer?
 
 # %%
 cache = PagedCache(model, num_rows=2, num_blocks=6, block_size=8)
@@ -186,22 +241,20 @@ while cache.length[0] < 17:
         print(f"{cache.length[0]:2} tokens, table {cache.tables[0]}, free {cache.pool.num_free}")
 assert cache.tables[0] == [0, 1, 2]
 
-# %% [markdown]
-# Tokens 9 and 17, that is positions 8 and 16: a full block is no reason to take one, the next token is.
-#
-# A batcher that goes round as sample code allocates `prompt_len + 1` tokens when a request enters and never again.
-# (Chapter 07 looks at its other bugs.) With a prompt of 14 it has 2 blocks of 8. **Predict:** which new token is the
-# first without a place? In this package the row is refused, by name, before anything is written:
-
-# %% tags=["raises-exception"]
-cache = PagedCache(model, num_rows=1, num_blocks=6, block_size=8)
+cache.release(0)
 cache.grow(0, 14 + 1)                                   # once, when it enters
-rows = cache.rows([0])
-for token in range(17):
-    model.ragged(torch.tensor([token]), torch.tensor([0, 1]), rows)
+call = cache.rows([0])
+try:
+    for token in range(14 + 3):
+        model.ragged(torch.tensor([token]), torch.tensor([0, 1]), call)
+except ValueError as error:
+    print(f"token {token + 1}: {error}")
 
 # %% [markdown]
-# In the sample code nobody asks. Its kernel would follow the table past its end, into whatever stands there.
+# Tokens 9 and 17, that is positions 8 and 16: a full block is no reason to take one, the next token is. The last lines
+# are a batcher often seen in sample code, which allocates `prompt_len + 1` tokens when a request enters and never
+# again: a prompt of 14 has 16 slots, and the third new token, the 17th of the row, has no place. Here the call is
+# refused by name.
 #
 # ## Attention through a table
 #
@@ -213,15 +266,15 @@ for token in range(17):
 
 # %%
 keys, values = torch.tensor([0., 1., 0., 2., 1.]), torch.tensor([10., 20., 30., 40., 50.])
-table, size, query = torch.tensor([2, 0, 1]), 2, 1.0
+place, query = torch.tensor([2, 0, 1]), 1.0            # the table
 memory_k, memory_v = torch.zeros(8), torch.zeros(8)                     # 4 blocks of 2
-slots = slot_mapping(torch.arange(5), table, size)
+slots = slot_mapping(torch.arange(5), place, 2)
 memory_k[slots], memory_v[slots] = keys, values
 print("keys in the memory:", memory_k.tolist(), "- slots", slots.tolist())
 
 top, bottom = 0.0, 0.0
 for t in range(5):                                      # by hand: follow the table token by token
-    slot = int(table[t // size]) * size + t % size
+    slot = int(place[t // 2]) * 2 + t % 2
     weight = 2.718281828 ** (query * memory_k[slot].item())
     top, bottom = top + weight * memory_v[slot].item(), bottom + weight
 print("by hand   ", round(top / bottom, 4))
@@ -243,102 +296,88 @@ print("gathered  ", round(gathered.item(), 4), "- equal to contiguous, bit for b
 #
 # The attention layer of `qwen/attention.py` does not know what a block is. It asks the rows' memory to do three things:
 # `reserve` the call's slots, `append` new keys and give all of them back, `advance` the lengths. `State` (contiguous)
-# and `PagedRows` both do. Two users, one prefill, eight decode steps, three ways.
-#
-# **Predict:** how often do the tokens differ?
+# and `PagedRows` (some rows of a `PagedCache`) both do; what a call wrote into `PagedRows` becomes the cache's with
+# `commit`. Two users, one prefill, eight decode steps, three ways, and B's blocks lie between A's.
 
 # %%
 prompts = [encode("Why does the Moon shine?"), encode("What is the capital of Spain?")]
 
 
-def cut(parts):
-    """Rows as a flat buffer and its offsets."""
-    return torch.tensor(sum(parts, [])), torch.tensor([0, *map(len, parts)]).cumsum(0)
-
-
 def both(state, box):
     """Prefill and 8 steps: each row's tokens, and every step's logits. box: as (B, T), else flat."""
-    new, seen, feed = [[], []], [], prompts
+    new, seen, fed = [[], []], [], prompts
     for step in range(9):
-        flat = step == 0 or not box                     # unequal prompts go in flat
-        logits = (model.ragged(*cut(feed), state, last_only=True) if flat
-                  else model(torch.tensor(feed), state)[:, -1])         # (B, vocab)
+        logits = (model(torch.tensor(fed), state)[:, -1] if box and step            # (B, vocab)
+                  else model.ragged(*cut(fed), state, last_only=True))  # unequal prompts go in flat
         seen.append(logits)
-        feed = [[token] for token in logits.argmax(-1).tolist()]
-        new = [row + one for row, one in zip(new, feed)]
+        fed = [[token] for token in logits.argmax(-1).tolist()]
+        new = [row + one for row, one in zip(new, fed)]
     return new, torch.stack(seen)
-
-# %%
-def within(found, right, bound=1e-4):
-    return ((found - right).abs() <= bound * right.abs().clamp(min=1)).all().item()
 
 
 cache = PagedCache(model, num_rows=2, num_blocks=12, block_size=8)
-for token in range(0, 40, 8):                           # taken in turn, so that the blocks lie mixed
-    for row in (1, 0):
-        cache.grow(row, 8)
-        cache.length[row] += 8
-cache.length = [0, 0]
-print("tables", cache.tables)
-
-runs = {"contiguous, a box": both(State(model, 2), True),
-        "contiguous, flat": both(State(model, 2), False),
+mixed = cache.pool.allocate(10)
+cache.tables = [mixed[1::2], mixed[::2]]
+runs = {"contiguous, a box": both(State(model, 2), True), "contiguous, flat": both(State(model, 2), False),
         "paged, flat": both(cache.rows([0, 1]), False)}
 tokens, logits = runs["contiguous, a box"]
 for name, (new, seen) in runs.items():
-    print(f"{name:18} the same tokens: {new == tokens}, the same logits: {within(seen, logits)}")
-print(*(repr(chat.tk.decode(row)) for row in tokens))
-print("one interface:", all(hasattr(kind, name) for kind in (State, type(cache.rows([0])))
-                            for name in ("reserve", "append", "advance")))
+    close = torch.allclose(seen, logits, rtol=1e-4, atol=1e-4)
+    print(f"{name:18} the same tokens: {new == tokens}, the same logits within 1e-4: {close}")
+print("tables", cache.tables, *(repr(chat.tk.decode(row)) for row in tokens))
 
 # %% [markdown]
 # **What an earlier owner left behind.** A freed block is not wiped: that would cost a write of the whole block for
 # nothing. Its next owner fills slot after slot, and behind the last token the old numbers still lie. To see whether
-# they matter, make them as bad as can be: NaN in every block.
+# they matter, fill every block with NaN.
 #
-# **Predict:** the score of a slot behind the end is masked, so its weight is 0. Is that enough?
+# In one call with a longer row, the short row is gathered up to the longer one's length, behind its own end too. There
+# the package reads a **spare slot** instead, one more slot at the memory's end, which no row owns and which stays
+# finite. The wrong version reads what the table says.
+#
+# **Predict:** the score of a slot behind the end is masked, so its weight is 0. Is that enough without the spare?
 
 # %%
 k, v = torch.tensor([1.0, 2.0, torch.nan]), torch.tensor([10.0, 20.0, torch.nan])
 weights = k.masked_fill(torch.tensor([False, False, True]), -torch.inf).softmax(-1)
 print("weights", [round(w, 3) for w in weights.tolist()], "weights @ values", (weights @ v).item())
 
-
-def feed(cache, row, tokens):
-    """Run tokens of one row through the model; the logits (vocab,) at the last."""
-    cache.grow(row, len(tokens))
-    rows = cache.rows([row])
-    logits = model.ragged(*cut([tokens]), rows, last_only=True)
-    rows.commit()
-    return logits[0]
+places = PagedRows._places
 
 
-def go_on(cache, row, tokens, limit=60):
-    """Feed tokens, then each best next token, until one is a stop: the new ones."""
-    new = []
-    while len(new) < limit and not (new and new[-1] in chat.stop):
-        new.append(feed(cache, row, new[-1:] or tokens).argmax().item())
+def without_spare(rows, call):
+    """Wrong: the places behind a row's end are read like the others."""
+    table = rows.table if call.rows is None else rows.table[call.rows]  # (B, N)
+    position = torch.arange(call.span).expand(len(table), -1)           # (B, S)
+    rows.places[id(call)] = places(rows, call)[0], slot_mapping(position, table, 8)
+    return rows.places[id(call)]
+
+# %%
+def in_one_call(prompts, steps=14):
+    """Two rows in blocks full of NaN: each one's tokens of so many steps."""
+    cache = PagedCache(model, num_rows=2, num_blocks=20, block_size=8)
+    for memory in (*cache.k.values(), *cache.v.values()):
+        memory[:-1] = torch.nan                         # all blocks; the last slot is the spare
+    new, fed = [[], []], prompts
+    for _ in range(steps):
+        fed = [[token] for token in run(cache, [0, 1], fed).argmax(-1).tolist()]
+        new = [row + one for row, one in zip(new, fed)]
     return new
 
 
-def solo(prompt):
-    return generate(model, torch.tensor([prompt]), 60, stop=chat.stop)
-
-
-# %%
-cache = PagedCache(model, num_rows=1, num_blocks=8, block_size=8)
-print("first owner:", repr(chat.tk.decode(go_on(cache, 0, encode("Is Rome in Spain?")))))
-cache.release(0)
-for memory in (*cache.k.values(), *cache.v.values()):
-    memory[:-1] = torch.nan                             # all blocks; the last slot is the spare
-new = go_on(cache, 0, prompts[1])
-print("next owner: ", repr(chat.tk.decode(new)), "equals solo:", new == solo(prompts[1]))
-last = cache.tables[0][-1] * 8 + 7                      # the last slot of its last block
-print("NaN still in its last block:", bool(next(iter(cache.v.values()))[last].isnan().any()))
+pair = [encode(*France, "And of Japan?"), encode("What is the capital of Spain?")]
+with patch.object(PagedRows, "_places", without_spare):
+    wrong = in_one_call(pair)
+for name, new in (("spare slot", in_one_call(pair)), ("wrong: without", wrong)):
+    for user, row, prompt in zip("AB", new, pair):
+        right = solo(prompt)
+        print(f"{name:14} {user}, prompt of {len(prompt)}: {chat.tk.decode(row[:len(right)])!r}, "
+              f"equal solo: {row[:len(right)] == right}")
 
 # %% [markdown]
-# A weight of 0 is not enough, since 0 · NaN is NaN. The next owner is unharmed because `append` never reads there: for
-# a place behind the row's last token it reads the spare slot, which is finite, and the mask then hides that.
+# A weight of 0 is not enough, since 0 · NaN is NaN: B's logits are all NaN, and the best of them is token 0, the "!".
+# (Once its last block is just full; what lies behind is then looked up in block 0, which A has filled.) A, the longest
+# row of the call, is gathered no farther than its own end, so a test of one row would find nothing.
 #
 # ## Sharing
 #
@@ -350,46 +389,47 @@ print("NaN still in its last block:", bool(next(iter(cache.v.values()))[last].is
 
 # %%
 cache = PagedCache(model, num_rows=2, num_blocks=8, block_size=8)
-prompt = encode("What is the opposite of hot?")
-best, second = feed(cache, 0, prompt).topk(2).indices.tolist()
+opposite = encode("What is the opposite of hot?")
+best, second = run(cache, [0], [opposite])[0].topk(2).indices.tolist()
 fig, axes = plt.subplots(3, 1, figsize=(9.5, 6))
 words = []
 
 
-def draw(ax, title):
+def draw(ax, title, written=""):
     tables, held = dict(zip("AB", cache.tables)), dict(zip("AB", cache.length))
-    words.append(f"{title}. " + figures.pages(ax, tables, held, 8, 8, title))
+    words.append(f"{title}. " + figures.pages(ax, tables, held, 8, 8, title, written))
     print(f"{title:22} tables {cache.tables}, holders {cache.pool.holders}, used {cache.pool.num_used}")
 
 
 cache.fork(0, into=1)
-draw(axes[0], f"forked, {len(prompt)} tokens")
-feed(cache, 1, [second])
-draw(axes[1], "B writes its own token")
-feed(cache, 0, [best])
-draw(axes[2], "A writes its own token")
+draw(axes[0], f"forked, {len(opposite)} tokens")
+run(cache, [1], [[second]])
+draw(axes[1], "B writes its own token", "B")
+run(cache, [0], [[best]])
+draw(axes[2], "A writes its own token", "A")
 figures.show(fig, " ".join(words))
 
 # %% [markdown]
-# (Yellow is shared by both.) When B writes into the last block, A holds it too: B gets a **copy** and writes there.
-# That is *copy-on-write*. When A writes afterwards, it is the only holder and needs none. The full blocks are never
-# written again, so they stay shared for good.
+# (Yellow is shared by both; a thick frame marks the slot just written.) When B writes into the last block, A holds it
+# too: B gets a **copy** and writes there. That is *copy-on-write*. When A writes afterwards, it is the only holder and
+# needs none. The full blocks are never written again, so they stay shared for good.
 #
 # **The wrong version** writes without the copy. Two users' prompts begin alike: the row is forked where they part, in
-# the middle of a block (of 64), and both go on, in turns. **Predict:** who is harmed?
+# the middle of a block (of 64), and both go on, in turns. **Predict:** who is harmed? (The patch takes the copy out,
+# and with it the guard in `reserve`, which asks the same `_shared`.)
 
 # %%
 def two_users(prompts):
     """One row for what the prompts have in common, forked there; each user's new tokens."""
-    common = next(i for i, (a, b) in enumerate(zip(*prompts)) if a != b)
+    common = in_common(*prompts)
     cache = PagedCache(model, num_rows=2, num_blocks=8, block_size=64)
-    feed(cache, 0, prompts[0][:common])
+    run(cache, [0], [prompts[0][:common]])
     cache.fork(0, into=1)
     parts, new = [prompt[common:] for prompt in prompts], [[], []]
     while any(not row or row[-1] not in chat.stop for row in new):
         for r, row in enumerate(new):
             if not row or row[-1] not in chat.stop:
-                row.append(feed(cache, r, row[-1:] or parts[r]).argmax().item())
+                row.append(run(cache, [r], [row[-1:] or parts[r]]).argmax().item())
     return new
 
 
@@ -402,26 +442,14 @@ for name, new in (("copy on write", two_users(pair)), ("wrong: no copy", wrong))
 
 # %% [markdown]
 # B wrote last, so B's keys and values stand where A's were. A asked about oceans and gets B's whale: a leak from one
-# user to another. Many other pairs of questions survive this fault, so a test of a few answers may miss it.
+# user to another.
 #
-# **Freeing.** The last holder to leave makes a block free. One who gives it back twice would take it from its next
-# owner, so the pool counts and refuses:
-
-# %% tags=["raises-exception"]
-pool = BlockPool(num_blocks=4, block_size=8)
-mine = pool.allocate(2)
-pool.share(mine)                                        # two holders
-pool.free(mine)
-pool.free(mine)                                         # the last one
-print("free:", pool.num_free)
-pool.free(mine)
-
-# %% [markdown]
 # ## Half of a prefix
 #
 # Now share between *requests*. Many begin alike: the same instructions, or the same conversation one turn later. An
-# engine finds the longest run of full blocks whose tokens it has seen, and starts behind it. The key that it looks a
-# block up by covers all tokens from the start to the block's end, because a key vector depends on everything before it.
+# engine finds the longest run of full blocks whose tokens it has seen, and starts behind it. It looks a block up by a
+# **prefix key**, a hash of all tokens from the start to the block's end, because a key vector depends on everything
+# before it.
 #
 # In a model of attention alone that is all. This one has linear layers too, with a window and a matrix that sit in no
 # block. A user's third question, after two answers:
@@ -430,21 +458,21 @@ pool.free(mine)
 # zero? Does anything fail?
 
 # %%
-chat_so_far = ("What is the capital of France?", "The capital of France is Paris.",
-               "And of Japan?", "The capital of Japan is Tokyo.", "And of Italy?")
-prompt = encode(*chat_so_far)
+question = "And of Italy?"
+prompt, whole = encode(*Japan, question), 80
 cache = PagedCache(model, num_rows=3, num_blocks=24, block_size=16, num_snapshots=4)
-whole, keys = 80, []
-cache.extend(keys, prompt)                              # a key for each of its full blocks
-feed(cache, 0, prompt[:whole])
-cache.remember(0, keys[:whole // 16], snapshot=True)    # blocks, and window and matrix as they are now
+prefix_keys = []
+cache.extend(prefix_keys, prompt)                       # add a key for each full block of the prompt
+prefix_keys = prefix_keys[:whole // 16]                 # those of its first 80 tokens
+run(cache, [0], [prompt[:whole]])
+cache.remember(0, prefix_keys, snapshot=True)           # file blocks, and window and matrix as they are
 
 cache.pool.share(cache.tables[0])                       # wrong: the blocks alone
 cache.tables[1], cache.length[1] = list(cache.tables[0]), whole
-cache.reuse(2, keys[:whole // 16])                      # right: the blocks and the snapshot
+cache.reuse(2, prefix_keys)                             # right: row 2 gets blocks and snapshot
 answers = {"computed whole": solo(prompt), "blocks alone": go_on(cache, 1, prompt[whole:]),
            "blocks and snapshot": go_on(cache, 2, prompt[whole:])}
-print(f"{len(prompt)} tokens, {whole} of them shared. {chat_so_far[-1]}")
+print(f"{len(prompt)} tokens, {whole} of them shared. {question}")
 for name, new in answers.items():
     print(f"{name:20} {chat.tk.decode(new)!r}, equal: {new == answers['computed whole']}")
 
@@ -452,138 +480,133 @@ for name, new in answers.items():
 # No error, a well-formed sentence, and the wrong one: it is the answer to the question before.
 #
 # So a prefix is reused only where a **snapshot** of window and matrix was kept, together with the blocks before it. And
-# a snapshot cannot be cut: from keys and values of 10 tokens you can drop the last three, but the matrix is one sum
-# into which all ten were written, each fading what was there. Ask for the first 7 of 10 tokens (blocks of 1, so that it
-# is not the block size that forbids it):
+# a snapshot cannot be cut: of keys and values you can drop the last, but the matrix is one sum into which all tokens
+# were written, and each write fades the ones before.
+#
+# One user asks about France and Japan, another about France and Italy; the prompts have the start in common. Take the
+# first one's blocks up to there (blocks of 1, so that it is not the block size that forbids it) and its snapshot, which
+# was taken at its end. **Predict:** what does the model say to the second user? The last line asks the package for the
+# same.
 
 # %% tags=["raises-exception"]
-cache = PagedCache(model, num_rows=2, num_blocks=24, block_size=1, num_snapshots=4)
-keys, ten = [], prompt[:10]
-cache.extend(keys, ten)
-feed(cache, 0, ten)
-cache.remember(0, keys, snapshot=True)
-print("blocks there, reusable:", cache.match(keys), "- of the first seven:", cache.match(keys[:7]))
-cache.reuse(1, keys[:7])
+first, second = encode(*France, "And of Japan?"), encode(*France, question)
+common = in_common(first, second)
+cache = PagedCache(model, num_rows=3, num_blocks=200, block_size=1, num_snapshots=4)
+first_keys = []
+cache.extend(first_keys, first)
+run(cache, [0], [first])
+cache.remember(0, first_keys, snapshot=True)
+there, reusable = cache.match(first_keys[:common])
+print(f"prompt of {len(first)}, in common {common}: blocks there {there}, reusable {reusable}")
+
+cache.pool.share(cache.tables[0][:common])              # wrong: a matrix from later on
+cache.tables[1], cache.length[1] = cache.tables[0][:common], common
+cache.fixed.restore([1], cache.snapshots[first_keys[-1]])
+print(f"{question} {chat.tk.decode(go_on(cache, 1, second[common:]))!r}; "
+      f"alone {chat.tk.decode(solo(second))!r}")
+cache.reuse(2, first_keys[:common])
 
 # %% [markdown]
 # ## Where the snapshots are taken
 #
 # A snapshot after every block would be easy and expensive. The engine (`enable_prefix_caching=True`) takes them at two
-# places: at the last full block of a prompt, because the next turn of the same chat begins with it; and where a prompt
-# leaves a known path, the **branch point**, because somebody who goes along up to there may well be followed by
-# another. To stop there the prompt is cut into chunks. The last token of a prompt is never reused: it has to run to
-# give logits.
+# places. One is the last full block that ends before the prompt's last token: the next turn of the chat begins with all
+# of the prompt but the last few tokens of the frame, so that place is usually inside. The other is the **branch
+# point**, where a prompt leaves the tokens that some earlier request had: somebody who goes along up to there may well
+# be followed by another. To stop there the prompt is cut into chunks. The last token of a prompt is never reused: it
+# has to run to give logits.
 #
 # Six requests, one after another, blocks of 16. *In common* are the tokens at the start that some earlier request had
 # too, its answer included. **Predict:** the third and the fourth have much in common with the second. Which of them is
 # the first that can use it?
 
 # %%
-France, Japan = chat_so_far[:2], chat_so_far[:4]
-requests = {"France": encode(France[0]),
-            "+ Japan": encode(*France, "And of Japan?"),
-            "+ Italy": encode(*France, "And of Italy?"),
-            "+ Japan + Italy": encode(*Japan, "And of Italy?"),
-            "+ Italy again": encode(*France, "And of Italy?"),
-            "+ Paris": encode(*France, "Is Paris in France?")}
+requests = {"France": encode(France[0]), "+ Japan": encode(*France, "And of Japan?"),
+            "+ Italy": encode(*France, question), "+ Japan + Italy": encode(*Japan, question),
+            "+ Italy again": encode(*France, question), "+ Paris": encode(*France, "Is Paris in France?")}
 
 
 def serve(size, snapshots=16, requests=requests, limit=60):
-    """The requests one after another through one engine; their sequences, and the engine."""
-    engine = Engine(model, block_size=size, num_blocks=512 // size, enable_prefix_caching=True,
-                    num_snapshots=snapshots)
-    for name, prompt in requests.items():
-        engine.generate([Request(prompt, limit, chat.stop, id=name)])
-    return list(engine.sequences.values()), engine
+    """The requests one after another through one engine: their sequences, and {snapshot: who left it}."""
+    taken, engine = {}, Engine(model, block_size=size, num_blocks=512 // size, num_snapshots=snapshots,
+                               enable_prefix_caching=True)
+    for name, ids in requests.items():
+        engine.generate([Request(ids, limit, chat.stop, id=name)])
+        taken |= {key: name for key in engine.cache.snapshots if key not in taken}
+    return list(engine.sequences.values()), taken
 
 
-def in_common(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-# %%
-done, engine = serve(16)
-print("                 prompt  in common  reused  run  answer")
-for i, s in enumerate(done):
-    prompt = s.request.prompt
-    most = max([in_common(prompt, earlier.tokens) for earlier in done[:i]], default=0)
-    print(f"{s.id:16} {len(prompt):6} {most:10} {s.reused:7} {len(prompt) - s.reused:4}  "
-          f"{chat.tk.decode(s.new)}")
-print("all equal solo:", all(s.new == solo(s.request.prompt) for s in done))
-prompt_tokens, saved = sum(len(s.request.prompt) for s in done), sum(s.reused for s in done)
-print(f"not computed: {saved} of {prompt_tokens} prompt tokens, {saved / prompt_tokens:.0%}")
-ends = {s.keys[n]: 16 * (n + 1) for s in done for n in range(len(s.keys))}
-print("snapshots kept, after tokens:", [ends[key] for key in engine.cache.snapshots])
+done, taken = serve(16)
+shared = [max([in_common(s.request.prompt, earlier.tokens) for earlier in done[:i]], default=0)
+          for i, s in enumerate(done)]
+print("                 prompt  in common  reused  run  leaves snapshots at, answer")
+for s, most in zip(done, shared):
+    left = sorted(16 * (s.keys.index(key) + 1) for key, name in taken.items() if name == s.id)
+    size = len(s.request.prompt)
+    print(f"{s.id:16} {size:6} {most:10} {s.reused:7} {size - s.reused:4}  {left}, {chat.tk.decode(s.new)}")
+saved, prompt_tokens = sum(s.reused for s in done), sum(len(s.request.prompt) for s in done)
+print(f"not computed: {saved} of {prompt_tokens} prompt tokens, {saved / prompt_tokens:.0%}; "
+      f"all equal solo: {all(s.new == solo(s.request.prompt) for s in done)}")
 
 # %% [markdown]
-# The third request finds 2 full blocks of what it has in common with the second, but no snapshot at their end: it
-# starts from 16, runs the rest, and stops at the branch point, 32, for a snapshot. The last request branches there too
-# and finds it. **The first to branch pays, the next one saves.** A common system prompt works the same way: its end is
-# where the second user branches, and from the third user on it costs nothing. (This model has learned no system prompt,
-# so a shared first turn stands in.)
+# The fourth is the first: it goes on through the second's prompt and finds its snapshot at 48. The third has 41 tokens
+# in common and gets 16. Two full blocks are there, but no snapshot at their end: it runs the rest, and stops at the
+# branch point, 32, to leave one. The last request branches there too and finds it. **The first to branch pays, the next
+# one saves.** A common system prompt works the same way: its end is where the second user branches, and from the third
+# user on it costs only the rest of its last block. (This model has learned no system prompt, so a shared first turn
+# stands in.)
 #
 # (The second has less in common with the first than its whole conversation, although it continues it: the chat frame
 # leaves the thoughts out of earlier answers, so the tokens differ from there on.)
-#
-# Is a snapshot worth its bytes? It has one size; the keys and values of the prefix that it completes grow with each
-# token. **Predict:** at how many tokens are they equal, for the tiny model and for the 0.8B one?
-
-# %%
-TINY = hybrid("tiny", model.config, element_bytes=4)
-for shape in (TINY, QWEN_0_8B):
-    equal = shape.fixed_bytes / shape.kv_bytes
-    print(f"{shape.name:13} snapshot {shape.fixed_bytes:10,} bytes, a token {shape.kv_bytes:6,}: "
-          f"as much as {equal:5.0f} tokens of keys and values")
-one = engine.cache.rows([0])                            # a row's window and matrices, as they are copied
-assert sum(t.nbytes for kept in (one.conv, one.recurrent) for t in kept.values()) == TINY.fixed_bytes
-for tokens in (16, 64, 1000, 10_000):
-    kv, extra = tokens * QWEN_0_8B.kv_bytes / 1e6, QWEN_0_8B.fixed_bytes / 1e6
-    print(f"{tokens:6,} tokens: {kv:6.1f} MB in blocks + {extra:.1f} MB = {kv + extra:6.1f} MB; "
-          f"the snapshot is {extra / (kv + extra):4.0%}, {tokens / (kv + extra):5.1f} tokens saved a MB")
-
-# %% [markdown]
-# A snapshot after every block of 16 would cost the 0.8B model a hundred times the block. Taken at the end of long
-# prefixes that come again, it is small change, and without it the blocks are worth nothing. That is why snapshots have
-# a budget of their own (`num_snapshots`) and why *where* matters.
 #
 # ## Eviction
 #
 # A block that nobody holds is free, but its contents stay until somebody else needs the place. The free ones form a
 # queue, the longest unused first to go. A row gives its last block back first: a prefix is found from its start, so its
-# end is what one can do without. **Predict** which blocks are handed out at the end.
+# end is what one can do without. And a row that frees a block twice takes it from the next owner, so the pool counts
+# and refuses.
 #
-# Then on the engine: a chat comes back after a pause. In between another user comes, with a short row, or with one that
-# needs the whole pool. And two users in turns, with room for no snapshot, for one, for two. **Predict** how many tokens
-# are reused each time.
+# **Predict:** one row had blocks 0, 1, 2, another 3 and 4, and both have left, in this order. Which four are handed out
+# next?
 
 # %%
-gone = []
+gone = []                                               # blocks whose contents are lost
 pool = BlockPool(num_blocks=6, block_size=8, forget=gone.append)
-first, other = pool.allocate(3), pool.allocate(2)
-gone.clear()
-pool.free(first[::-1])                                  # first leaves, its last block in front
+mine, other = pool.allocate(3), pool.allocate(2)
+gone.clear()                                            # the first owners of a block lose nothing
+pool.free(mine[::-1])                                   # the last block in front
 pool.free(other[::-1])
-print("first had", first, "other had", other, "- the queue of free ones:", list(pool.queue))
+print("had", mine, "and", other, "- the queue of free ones:", list(pool.queue))
+try:
+    pool.free(mine)
+except ValueError as error:
+    print(error)
 print("allocate 4:", pool.allocate(4), "- contents lost:", gone)
 
+# %% [markdown]
+# Now on the engine. A chat comes back after a pause, and in between another user came, with a short row, or with one
+# that needs the whole pool. Then users A and B in turns, with room for no snapshot, for one, for two.
+#
+# **Predict:** what does one place for a snapshot save?
 
-def again(between, prompt=encode("What is the capital of Spain?")):
-    """Tokens reused by a prompt's second run, with another prompt between."""
+# %%
+users = {"A": encode("What is the capital of Spain?"), "B": encode("Why does the Moon shine?")}
+
+
+def again(between):
+    """Tokens reused by A's second run, with another prompt between."""
     engine = Engine(model, block_size=8, num_blocks=8, enable_prefix_caching=True)
-    for ids in (prompt, between, prompt):
+    for ids in (users["A"], between, users["A"]):
         engine.generate([Request(ids, 2)])
         assert engine.pool.num_used == 0                # nobody holds anything between requests
     return list(engine.sequences.values())[-1].reused
 
 
 print("reused after a short row:", again(encode("Say hello.")),
-      "- after one of 61 tokens:", again(requests["+ Japan"]))
-
-# %%
-users = {"A": encode("What is the capital of Spain?"), "B": encode("Why does the Moon shine?")}
-turns = {f"{user}{n}": prompt for n in (1, 2, 3) for user, prompt in users.items()}
+      f"- after one of {len(first)} tokens:", again(first))
+in_turns = {f"{user}{n}": ids for n in (1, 2, 3) for user, ids in users.items()}
 for budget in (0, 1, 2):
-    reused = {s.id: s.reused for s in serve(8, budget, turns)[0]}
+    reused = {s.id: s.reused for s in serve(8, budget, in_turns, limit=8)[0]}
     print(f"{budget} snapshots, A and B in turns: reused {reused}")
 
 # %% [markdown]
@@ -593,170 +616,168 @@ for budget in (0, 1, 2):
 # ## Preemption
 #
 # Blocks taken on demand can run out while rows are running. Then somebody has to go: the engine takes the row its
-# policy ranks last, frees its blocks and puts it back into the queue with its tokens. Later everything is computed
-# again. Four questions and 9 blocks of 8, which is little. **Predict:** is any answer different?
+# policy ranks last, of equals the youngest, frees its blocks and puts it back into the queue with its tokens. Later
+# everything is computed again. Four questions and 9 blocks of 8. **Predict:** no answer changes; but how many more
+# tokens are computed than with blocks enough?
 #
 # A request that could *never* fit is another matter: waiting would not help, and it would block those behind it. It is
-# refused when it is added (second cell). Pool of 4 blocks of 4; a prompt of 17; a prompt of 10 with 20 new tokens; and
-# a small one behind each.
+# refused when it is added (last line).
 
 # %%
 questions = {"A": "What is the capital of Spain?", "B": "Is Rome in Spain?",
              "C": "Why does the Moon shine?", "D": "What is 5 times 6?"}
 for blocks in (32, 9):
     engine = Engine(model, max_num_seqs=4, block_size=8, num_blocks=blocks)
-    new = engine.generate([Request(encode(q), 40, chat.stop, id=name) for name, q in questions.items()])
+    new = engine.generate([Request(encode(q), 40, chat.stop, id=user) for user, q in questions.items()])
     useful, computed = (sum(getattr(r, what) for r in engine.records) for what in ("useful", "computed"))
     print(f"{blocks} blocks: {len(engine.records)} steps, {useful} tokens useful, {computed} computed, "
           f"equal solo: {new == [solo(encode(q)) for q in questions.values()]}")
-for r in engine.records:
-    if r.admitted or r.preempted or r.finished:
-        print(f"  step {r.step:2}: ran {r.rows}, {r.blocks_used} blocks"
-              + "".join(f", {what} {', '.join(names)}" for what, names in
+events = [(r, ", ".join(f"{what} {' '.join(names)}" for what, names in
                         (("in:", r.admitted), ("out:", r.preempted), ("done:", r.finished)) if names))
-
-# %%
-engine = Engine(model, block_size=4, num_blocks=4)
-for name, prompt, new in (("17 tokens", prompt[:17], 1), ("10 and 20", prompt[:10], 20)):
-    try:
-        engine.add(Request(prompt, new, id=name))
-    except ValueError as error:
-        print(error)
-    print(f"   the small one behind it: {len(engine.generate([Request(prompt[:3], 5)])[0])} tokens, "
-          f"{engine.pool.num_used} blocks used at the end")
+          for r in engine.records]
+for r, event in events:
+    if event:
+        print(f"  step {r.step:2}: ran {r.rows}, {r.blocks_used} blocks, {event}")
+fig, ax = plt.subplots(figsize=(9.5, 2.8))
+figures.timeline(ax, engine.records, "9 blocks: C is preempted in step 5 and reads all again in step 6")
+figures.show(fig, "A lane for each seat. " + "; ".join(f"step {r.step}: {e}" for r, e in events if e) + ".")
+try:
+    Engine(model, block_size=4, num_blocks=4).add(Request(first[:17], 1, id="17 tokens"))
+except ValueError as error:
+    print(error)
 
 # %% [markdown]
-# Preemption loses nothing but time: C's 3 new tokens and its prompt are run again as one prefill, which is cheap
-# compared with the steps that made them one by one.
+# C waits at first, since A and B hold 8 of the 9 blocks and its prompt needs 4. In step 5 it has to go: A has 5 blocks,
+# C needs a fifth too, that makes 10, and C is the younger. The 32 tokens that it had run by then are computed twice:
+# its prompt of 30 and two of its new ones. No answer changes.
 #
 # ## Which block size?
 #
 # Small blocks waste less and share finer. Large ones make shorter tables, and a gather of fewer, longer pieces. Count
-# all three on the lengths of the first section and the six requests above.
+# that on the lengths of the first section and the six requests above, and time the gather of 16,384 tokens whose blocks
+# lie anywhere.
 #
-# **Predict:** which of the three moves most between 1 and 16, and which between 16 and 64?
+# **Predict:** which of the three counts moves most between 1 and 16, and which between 16 and 64?
 
 # %%
-sizes = (1, 2, 4, 8, 16, 32, 64)
-empty, entries, reused = [], [], []
-for size in sizes:
-    blocks = [-(-n // size) for n in lengths]
-    empty.append(1 - sum(lengths) / (sum(blocks) * size))
+sizes, TINY = (1, 2, 4, 8, 16, 32, 64), hybrid("tiny", model.config, element_bytes=4)
+empty, entries, reuses, alone = [], [], [], []
+for n in sizes:
+    blocks = [-(-length // n) for length in lengths]
+    empty.append(100 * (1 - sum(lengths) / (sum(blocks) * n)))
     entries.append(sum(blocks) / len(blocks))
-    reused.append(sum(s.reused for s in serve(size, limit=1)[0]))
-    print(f"blocks of {size:2}: {empty[-1]:3.0%} of the slots empty, {entries[-1]:4.1f} pieces a row "
-          f"of {size * TINY.kv_bytes:6,} bytes, {reused[-1]:3} of {prompt_tokens} prompt tokens reused")
-assert empty[0] == 0 and empty == sorted(empty) and entries == sorted(entries, reverse=True)
+    reuses.append(sum(s.reused for s in serve(n, limit=1)[0]))
+    alone.append(sum(min(c, len(s.request.prompt) - 1) // n * n for c, s in zip(shared, done)))
+    print(f"blocks of {n:2}: {empty[-1]:2.0f} % of the slots empty, {entries[-1]:4.1f} pieces a row of "
+          f"{n * TINY.kv_bytes:6,} bytes, {reuses[-1]:3} prompt tokens reused; attention alone: {alone[-1]:3}")
 
 fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.8))
-for ax, numbers, title in zip(axes, ([100 * x for x in empty], entries, reused),
-                              ("empty slots, %", "table entries a row", "prompt tokens reused")):
-    ax.plot(range(len(sizes)), numbers, "-o", color=figures.COLORS["measured"])
-    ax.set(title=title, xlabel="block size", ylim=(0, None))
-    ax.set_xticks(range(len(sizes)), sizes)
-figures.show(fig, f"Three curves over block sizes {sizes}. Empty slots in percent: "
-                  f"{[round(100 * x) for x in empty]}. Table entries a row: "
-                  f"{[round(x, 1) for x in entries]}. Prompt tokens reused: {reused}.")
+titles = ("empty slots, %", "table entries a row", "prompt tokens reused")
+for ax, counts, title in zip(axes, (empty, entries, alone), titles):
+    ax.plot(range(7), counts, "--s", color=figures.COLORS["predicted"], label="attention alone")
+    ax.axvline(sizes.index(16), color=figures.INK, linewidth=1, linestyle=":")
+    ax.set(title=title, xlabel="block size (dotted: 16)", ylim=(0, None), xticks=range(7), xticklabels=sizes)
+axes[2].plot(range(7), reuses, "-o", color=figures.COLORS["measured"], label="hybrid, run")
+axes[2].legend(loc="lower left")
+figures.show(fig, f"Three pictures over block sizes {sizes}: {list(map(round, empty))} % empty slots; "
+                  f"table entries {[round(x, 1) for x in entries]}; reused {reuses}, attention alone {alone}.")
+
+# %% tags=["nbval-ignore-output"]
+memory_k = torch.randn(16384, 2, 256)                   # (slots, Hkv, D): one layer of the 0.8B shape
+for n in (1, 16, 64):
+    anywhere = torch.randperm(16384 // n, generator=torch.Generator().manual_seed(0))
+    slots = slot_mapping(torch.arange(16384), anywhere, n)
+    seconds = []
+    for _ in range(5):
+        start = perf_counter()
+        memory_k[slots]
+        seconds.append(perf_counter() - start)
+    print(f"gather 16,384 tokens, blocks of {n:2}: {1e3 * min(seconds):.1f} ms")
 
 # %% [markdown]
 # These rows are short, so 64 is too much here; on rows of thousands the empty end of the last block does not show, and
-# tables of single slots would. 16 is where most of both is gained, and engines begin there.
+# tables of single slots would. 16 is where most of both is gained, and engines begin there. (The gather's time depends
+# on the machine; compare your own three lines before you believe that large blocks are needed for it.)
 #
-# Did you expect the third curve to fall all the way? In a model of attention alone it would. Here the place of the
-# snapshots counts too: *+ Japan + Italy* has 55 tokens in common with *+ Japan*, a prompt of 61. Blocks of 16 put that
-# prompt's snapshot at 48, inside; blocks of 8 at 56, one token too late, and it cannot be cut back.
+# Did you expect the third curve to fall all the way? In a model of attention alone (dashed) it does. Here the place of
+# the snapshots counts too: *+ Japan + Italy* has 55 tokens in common with *+ Japan*, a prompt of 61. Blocks of 16 put
+# that prompt's snapshot at 48, inside; blocks of 8 at 56, one token too late, and it cannot be cut back.
 #
 # ## Capacity with a fixed part
 #
 # A dense model's row costs bytes in proportion to its tokens. A hybrid's row costs a fixed amount, and then less for
-# each token: **affine**, not proportional. Compare the 0.8B shape with a model of the same weights whose 24 layers all
-# kept keys and values (an invention, to have one difference only), in the memory of an L4.
+# each token: **affine**, not proportional. The fixed amount is also what a snapshot of it takes. Compare the 0.8B shape
+# with a model of the same weights whose 24 layers all kept keys and values (an invention, to have one difference only),
+# in the memory of an L4, 90 % of it usable.
 #
-# **Predict:** ten times the tokens, a tenth of the rows? For which of the two, and where do they cross?
+# **Predict:** 64 times the tokens, a 64th of the rows? For which of the two?
 
 # %%
 ALL_FULL = replace(QWEN_0_8B, name="all 24 layers full", kv_bytes=4 * QWEN_0_8B.kv_bytes,
                    recurrent_bytes=0, window_bytes=0)
-L4 = HARDWARE["L4"]
+counts, per_row = (16, 64, 256, 512, 1024, 4096, 16384, 65536), {}
 cross = QWEN_0_8B.fixed_bytes / (ALL_FULL.kv_bytes - QWEN_0_8B.kv_bytes)
-counts = (16, 64, 256, 512, 1024, 4096, 16384, 65536)
-fits = {shape.name: [rows_in_memory(shape, L4, n, usable=0.9) for n in counts]
-        for shape in (QWEN_0_8B, ALL_FULL)}
 print("tokens a row:      ", *(f"{n:7,}" for n in counts))
-for name, numbers in fits.items():
-    print(f"{name:19}", *(f"{n:7,}" for n in numbers))
-print(f"they cross at {cross:.0f} tokens; for 64 times the tokens (64, 4,096) the hybrid has "
-      f"{fits[QWEN_0_8B.name][1] / fits[QWEN_0_8B.name][5]:.1f} times fewer rows, the other "
-      f"{fits[ALL_FULL.name][1] / fits[ALL_FULL.name][5]:.1f} times")
+for shape in (QWEN_0_8B, ALL_FULL):
+    fits = per_row[shape.name] = [rows_in_memory(shape, HARDWARE["L4"], n, usable=0.9) for n in counts]
+    print(f"{shape.name:19}", *(f"{n:7,}" for n in fits), f" 64 to 4,096: {fits[1] / fits[5]:4.1f} times fewer")
+print(f"they cross at {cross:.0f} tokens")
+for shape in (TINY, QWEN_0_8B):
+    fixed, equal = shape.fixed_bytes, shape.fixed_bytes / shape.kv_bytes
+    print(f"{shape.name}: a snapshot of {fixed:,} bytes, as {equal:.0f} tokens or {equal / 16:.0f} blocks")
 
-# %%
 fig, ax = plt.subplots()
-for (name, numbers), line, meaning in zip(fits.items(), ("-o", "--s"), ("measured", "predicted")):
-    ax.plot(counts, numbers, line, color=figures.COLORS[meaning], label=name)
-ax.set(xscale="log", yscale="log", title="24 GB", xlabel="tokens a row", ylabel="rows that fit")
+for (name, fits), line in zip(per_row.items(), ("--o", ":s")):
+    ax.plot(counts, fits, line, color=figures.COLORS["predicted"], label=name)
+ax.axvline(cross, color=figures.INK, linewidth=1, linestyle=":")
+ax.annotate(f"{cross:.0f} tokens", (cross, 1.2e4), (5, 0), textcoords="offset points")
+ax.set(xscale="log", yscale="log", title="24 GB (L4), 90 % usable", xlabel="tokens a row", ylabel="rows")
 ax.legend()
-figures.show(fig, f"Rows that fit over tokens a row, {counts}: {fits}. The hybrid's curve falls slowly "
-                  f"up to about a thousand tokens; the other in a straight line from the start. "
-                  f"They cross at {cross:.0f}.")
+figures.show(fig, f"Rows that fit over tokens a row, {counts}: {per_row}. They cross at {cross:.0f} tokens.")
 
 # %% [markdown]
+# A snapshot after every block of 16 would cost the 0.8B model about a hundred times the block. Taken at the end of long
+# prefixes that come again it is cheap, and without it the blocks are worth nothing. That is why snapshots have a budget
+# of their own (`num_snapshots`) and why *where* matters.
+#
 # Short rows are what a hybrid is bad at: each brings its matrices, even for ten tokens. An engine therefore has two
-# limits, blocks *and* places for states; here `num_blocks` and `max_num_seqs`. Your own numbers:
+# limits, blocks *and* places for states; here `num_blocks` and `max_num_seqs`. Your own numbers, with 90 % of the
+# memory usable again. The last choice of the block size, 544, is one that a real engine makes; the last line shows
+# where it comes from.
 
 # %%
 def in_words(gigabytes, tokens, block_size):
     """Rows that fit beside the weights: the hybrid's, and those with full attention everywhere."""
     words = []
     for shape in (QWEN_0_8B, ALL_FULL):
-        room = max(0, gigabytes * 10 ** 9 - shape.weight_bytes)
-        slots = -(-tokens // block_size) * block_size
-        rows = room // (shape.fixed_bytes + slots * shape.kv_bytes)
-        words.append(f"{shape.name}: {rows:,} rows, of a row's bytes "
-                     f"{shape.fixed_bytes / (shape.fixed_bytes + slots * shape.kv_bytes):.0%} fixed")
+        room = max(0, int(0.9 * gigabytes * 10 ** 9 - shape.weight_bytes))
+        taken = shape.row_bytes(-(-tokens // block_size) * block_size)
+        words.append(f"{shape.name}: {room // taken:,} rows, of a row's bytes "
+                     f"{shape.fixed_bytes / taken:.0%} fixed")
     return f"{gigabytes} GB, {tokens:,} tokens a row, blocks of {block_size}. " + "; ".join(words) + "."
 
 
 controls, sliders, text = widgets.play(in_words, gigabytes=(2, 80, 24), block_size=[16, 1, 64, 544],
                                        tokens=[1000, 10, 100, 530, 10_000, 100_000])
-controls
-
-# %%
-for gigabytes, tokens, block_size in ((24, 10, 16), (24, 530, 1), (24, 10_000, 16), (24, 10, 544)):
-    sliders["gigabytes"].value, sliders["tokens"].value = gigabytes, tokens
-    sliders["block_size"].value = block_size
+for n, block in ((10, 544), (10_000, 16), (530, 1), (10, 16)):
+    sliders["tokens"].value, sliders["block_size"].value = n, block
     print(text.value)
 state, per_token = QWEN_0_8B.fixed_bytes // 18, QWEN_0_8B.kv_bytes // 6  # of one layer, bytes
 print(f"a linear layer's state {state:,} bytes, a token in an attention layer {per_token:,}: "
       f"{state / per_token:.0f} tokens, in multiples of 16: {-(-state // per_token // 16) * 16}")
+controls
 
 # %% [markdown]
 # The last line explains the 544. An engine that keeps states and blocks in *one* pool of equal pages makes a block of
-# one attention layer as large as the state of one linear layer. That costs a prompt of 500 tokens its prefix hits,
-# because no block is ever full: a trade-off that you can now read out of a log.
+# one attention layer as large as the state of one linear layer. (530 is the crossing above once more, and not by
+# chance: 18 linear layers stand there in place of 3 · 6 attention layers.) That costs a prompt of 500 tokens its prefix
+# hits, because no block is ever full: a trade-off that you can now read out of a log.
 #
 # ## Your turn
 #
 # Replace the dots, run the cell, and `check` tells you at once.
 #
-# **08.1** The slots of a row's first `length` tokens, as a list. `table` is its block table.
-#
-# <details><summary>Solution</summary>
-#
-# ```python
-# def my_slots(table, length, size):
-#     return [table[t // size] * size + t % size for t in range(length)]
-# ```
-# </details>
-
-# %%
-def my_slots(table, length, size):
-    ...
-
-
-_ = check("08.1", my_slots)
-
-# %% [markdown]
-# **08.2** Rows of `lengths` tokens lie in blocks of `size`. How many slots are taken and empty?
+# **08.1** Rows of `lengths` tokens lie in blocks of `size`. How many slots are taken but hold no token?
 #
 # <details><summary>Solution</summary>
 #
@@ -772,10 +793,10 @@ def my_waste(lengths, size):
     ...
 
 
-_ = check("08.2", my_waste)
+_ = check("08.1", my_waste)
 
 # %% [markdown]
-# **08.3** A row holds `length` tokens and gets `new` more. How many blocks must it take first? (None is shared.)
+# **08.2** A row holds `length` tokens and gets `new` more. How many blocks must it take first? (None is shared.)
 #
 # <details><summary>Solution</summary>
 #
@@ -790,10 +811,10 @@ def my_missing(length, new, size):
     ...
 
 
-_ = check("08.3", my_missing)
+_ = check("08.2", my_missing)
 
 # %% [markdown]
-# **08.4** Row A has 20 tokens in blocks of 8. B and C are forked from it. Then B gets a token, then C, then A. How many
+# **08.3** Row A has 20 tokens in blocks of 8. B and C are forked from it. Then B gets a token, then C, then A. How many
 # different blocks are in use after the forks, and after each of the three tokens?
 #
 # <details><summary>Solution</summary>
@@ -806,10 +827,10 @@ _ = check("08.3", my_missing)
 
 # %%
 blocks_in_use = ...                                     # [after the forks, after B, after C, after A]
-_ = check("08.4", blocks_in_use)
+_ = check("08.3", blocks_in_use)
 
 # %% [markdown]
-# **08.5** How many tokens can a hybrid reuse? `cached` are the tokens of an earlier row whose full blocks of `size` are
+# **08.4** How many tokens can a hybrid reuse? `cached` are the tokens of an earlier row whose full blocks of `size` are
 # all still there, `snapshots` the lengths at which a snapshot of that row was kept (multiples of `size`). At least one
 # token of `prompt` has to run.
 #
@@ -828,7 +849,7 @@ def my_reuse(prompt, cached, snapshots, size):
     ...
 
 
-_ = check("08.5", my_reuse)
+_ = check("08.4", my_reuse)
 
 # %% [markdown]
 # ## In an interview
@@ -837,8 +858,8 @@ _ = check("08.5", my_reuse)
 # > when a token needs one; a block table maps position to slot, attention gathers through it, and at most one block of
 # > a row is partly empty. Blocks have reference counts: forks and equal prefixes share them, a shared block is copied
 # > before it is written, and when the pool runs dry a row is preempted and computed again. On a hybrid the blocks are
-# > half of a prefix: the recurrent state cannot be cut back, so reuse needs a snapshot, which costs as much as hundreds
-# > of tokens and is worth it at the end of long prefixes that come again.
+# > half of a prefix: the recurrent state cannot be cut back, so reuse needs a snapshot, which costs, on the 0.8B shape, as much
+# > as 1,590 tokens of keys and values, and is worth it at the end of long prefixes that come again.
 #
 # **In production.** vLLM introduced the scheme as PagedAttention; the setting is `--block-size` (16 by default), the
 # switch `--enable-prefix-caching`. Its [hybrid KV cache
