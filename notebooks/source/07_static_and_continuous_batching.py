@@ -205,7 +205,8 @@ right = alone | {question: solo(ask(question), 120) for question in MORE}
 right = dict(random.Random(7).sample(list(right.items()), len(right)))      # in another order
 mean = sum(map(len, right.values())) / len(right)
 print(f"{len(right)} questions, {mean:.0f} tokens of answer on average")
-counter = Model(replace(model.config, hidden_size=8, num_hidden_layers=1, layer_types=("full_attention",)))
+shape = replace(model.config, hidden_size=8, num_hidden_layers=1, layer_types=("full_attention",))
+counter = Model(shape)
 for weight in counter.parameters():
     weight.zero_()
 
