@@ -490,11 +490,12 @@ def two_schedules():
                     "seat is free.")
 
 
-def pages(ax, tables, lengths, num_blocks, block_size, title=""):
+def pages(ax, tables, lengths, num_blocks, block_size, title="", written=""):
     """Block tables above, the memory of `num_blocks` blocks below, a line from each entry to its block.
 
     tables: {user: block table}, lengths: {user: tokens}. A slot has its user's colour, yellow if several users hold its
-    block; a held slot without a token is empty, a free block hatched. Returns the picture in words.
+    block; a held slot without a token is empty, a free block hatched. written: users whose last token has just been
+    written, its slot in a thick frame. Returns the picture in words.
     """
     step, shift, said = 0.4 * block_size + 0.5, 0.0, []
     holders = {b: [name for name, table in tables.items() if b in table] for b in range(num_blocks)}
@@ -508,6 +509,10 @@ def pages(ax, tables, lengths, num_blocks, block_size, title=""):
         ax.text(b * step + 0.2 * block_size, -0.15, f"block {b}\n{' + '.join(names) or 'free'}", ha="center", va="top",
                 fontsize=9)
         said.append(f"block {b} {'shared by ' if len(names) > 1 else ''}{' and '.join(names) or 'free'}")
+    for name in written:
+        index, place = divmod(lengths[name] - 1, block_size)
+        ax.add_patch(Rectangle((tables[name][index] * step + 0.4 * place, 0), 0.4, 0.9, fill=False, edgecolor=INK, linewidth=3.5))
+        said[tables[name][index]] += f", slot {place} just written by {name}"
     width = num_blocks * step - 0.5
     for name, table in tables.items():
         start = shift + (width / len(tables) - 1.1 * len(table)) / 2
@@ -522,9 +527,9 @@ def pages(ax, tables, lengths, num_blocks, block_size, title=""):
 
 
 def two_tables():
-    """Two users' block tables into one memory, the first block shared: (figure, its alternative text)."""
+    """Two users' block tables into one memory: (figure, its alternative text)."""
     figure, ax = plt.subplots(figsize=(9, 3))
-    words = pages(ax, {"A": [5, 0, 3], "B": [5, 2]}, {"A": 17, "B": 13}, 6, 8,
+    words = pages(ax, {"A": [5, 0, 3], "B": [1, 2]}, {"A": 17, "B": 13}, 6, 8,
                   "Two users, one memory, blocks of 8: a table says where a row's tokens are")
     return figure, (f"Two block tables above a memory of six blocks of eight slots. {words} "
                     f"The last block of each is partly empty.")

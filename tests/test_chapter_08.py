@@ -60,9 +60,18 @@ def test_pages_of_a_fork_that_grew_apart():
 
 def test_the_kept_picture_is_case_20():
     figure, words = figures.two_tables()
-    assert "A's table is [5, 0, 3], 17 tokens" in words and "block 5 shared by A and B" in words
+    assert "A's table is [5, 0, 3], 17 tokens; B's table is [1, 2], 13 tokens" in words
     cell = [p for p in figure.axes[0].patches if p.get_y() < 1]
-    assert sum(to_hex(p.get_facecolor()) == figures.COLORS["A"] for p in cell) == 17 - 8
+    assert [sum(to_hex(p.get_facecolor()) == figures.COLORS[user] for p in cell) for user in "AB"] == [17, 13]
+
+
+def test_pages_frames_the_slot_just_written():
+    ax = plt.subplots()[1]
+    words = figures.pages(ax, {"A": [0, 2], "B": [1]}, {"A": 6, "B": 4}, 3, 4, written="AB")
+    frames = [p for p in ax.patches if not p.get_fill()]
+    step = 0.4 * 4 + 0.5
+    assert [p.get_x() for p in frames] == pytest.approx([2 * step + 0.4, step + 1.2])
+    assert words.endswith("block 0 A, block 1 B, slot 3 just written by B, block 2 A, slot 1 just written by A.")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +80,7 @@ def in_words():
     code = [cell.source for cell in cells("08") if cell.cell_type == "code"]
     (source,) = [text for text in code if "def in_words" in text]
     (above,) = [text for text in code if "ALL_FULL = replace" in text]
+    assert above.startswith("ALL_FULL = replace")
     names = {}
     exec("from dataclasses import replace\nfrom qwen.roofline import QWEN_0_8B\n" + "\n".join(above.splitlines()[:2]), names)
     exec(source[:source.index("controls, sliders")], names)
@@ -80,7 +90,7 @@ def in_words():
 @pytest.mark.parametrize("gigabytes, tokens, block_size", [(24, 1000, 16), (2, 10, 1), (80, 100_000, 64), (24, 10, 544)])
 def test_the_slider_counts_rows(in_words, gigabytes, tokens, block_size):
     slots = math.ceil(tokens / block_size) * block_size
-    room = gigabytes * 10 ** 9 - 2 * 752_393_024
+    room = int(0.9 * gigabytes * 10 ** 9) - 2 * 752_393_024
     words = in_words(gigabytes, tokens, block_size)
     assert f"Qwen3.5-0.8B: {room // (FIXED + slots * KV):,} rows" in words
     assert f"all 24 layers full: {room // (4 * slots * KV):,} rows" in words
@@ -88,6 +98,6 @@ def test_the_slider_counts_rows(in_words, gigabytes, tokens, block_size):
 
 
 def test_the_slider_agrees_with_the_roofline_and_fits_nothing_into_nothing(in_words):
-    rows = rows_in_memory(QWEN_0_8B, HARDWARE["L4"], 1008)
+    rows = rows_in_memory(QWEN_0_8B, HARDWARE["L4"], 1008, usable=0.9)
     assert f"{rows:,} rows" in in_words(24, 1008, 16)
     assert "0.8B: 0 rows" in in_words(1, 10, 16)

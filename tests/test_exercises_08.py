@@ -4,18 +4,6 @@ import math
 import torch
 
 from chapter_exercises import exercise_tests
-from qwen.paged import slot_mapping
-
-
-def slots_of_the_package(table, length, size):
-    return slot_mapping(torch.arange(length), torch.tensor(table), size)
-
-
-def slots_by_filling(table, length, size):
-    slots = []
-    for block in table:
-        slots += range(block * size, (block + 1) * size)
-    return tuple(slots[:length])
 
 
 def waste_by_filling(lengths, size):
@@ -48,27 +36,13 @@ def ceil(n, size):
 
 
 RIGHT = {
-    "08.1": [slots_of_the_package, slots_by_filling],
-    "08.2": [waste_by_filling, lambda lengths, size: float(waste_by_filling(lengths, size))],
-    "08.3": [missing_by_growing, lambda length, new, size: ceil(length + new, size) - ceil(length, size)],
-    "08.4": [[3, 4, 5, 5], (3, 4, 5, 5), torch.tensor([3, 4, 5, 5])],
-    "08.5": [reuse],
+    "08.1": [waste_by_filling, lambda lengths, size: float(waste_by_filling(lengths, size))],
+    "08.2": [missing_by_growing, lambda length, new, size: ceil(length + new, size) - ceil(length, size)],
+    "08.3": [[3, 4, 5, 5], (3, 4, 5, 5), torch.tensor([3, 4, 5, 5])],
+    "08.4": [reuse],
 }
 WRONG = {
-    "08.1": [                                               # case 20
-        (lambda table, length, size: [table[t // size] + t % size for t in range(length)], "begins at slot b * size"),
-        (lambda table, length, size: [table[t % len(table)] * size + t // len(table) for t in range(length)],
-         "in turn"),
-        (lambda table, length, size: [table[t // size] * size for t in range(length)], "place inside the block"),
-        (lambda table, length, size: [table[t // size] * size + t for t in range(length)], "t % size, not t"),
-        (lambda table, length, size: torch.arange(length), "not used at all"),
-        (lambda table, length, size: [t // size * size + t % size for t in range(length)], "not used at all"),
-        (lambda table, length, size: slots_by_filling(sorted(table), length, size), "sorted the blocks"),
-        (lambda table, length, size: slots_by_filling(table, 10 ** 6, size), "full only in part"),
-        (lambda table, length, size: [table[t] for t in range(length)], "raised IndexError"),
-        (lambda table, length, size: [0], "Called with"),
-    ],
-    "08.2": [
+    "08.1": [
         (lambda lengths, size: -sum(lengths) % size, "rounded the sum up"),
         (lambda lengths, size: sum(size - n % size for n in lengths), "don't add one"),
         (lambda lengths, size: sum(n % size for n in lengths), "tokens in the last"),
@@ -80,22 +54,24 @@ WRONG = {
          "the share"),
         (lambda lengths, size: -1, "Called with"),
     ],
-    "08.3": [                                               # what a batcher without growth gets wrong
+    "08.2": [                                               # what a batcher without growth gets wrong
         (lambda length, new, size: ceil(new, size), "room left"),
         (lambda length, new, size: ceil(length + new, size), "all blocks of the row"),
         (lambda length, new, size: (length + new) // size - length // size, "round down"),
         (lambda length, new, size: ceil(length + new + 1, size) - ceil(length, size), "One token too many"),
         (lambda length, new, size: int((length + new) % size == 1), "compare the counts"),
         (lambda length, new, size: min(1, missing_by_growing(length, new, size)), "At most one"),
+        (lambda length, new, size: ceil(max(0, new - (size - length % size)), size), "a whole block of room"),
+        (lambda length, new, size: 1 if length % size == 0 else 0, "no reason by itself"),
         (lambda length, new, size: 0, "famous bug"),
         (lambda length, new, size: -1, "Called with"),
     ],
-    "08.4": [
+    "08.3": [
         ([3, 3, 3, 3], "overwrites"), ([3, 4, 5, 6], "only holder"), ([9, 9, 9, 9], "copies nothing"), ([9, 10, 11, 11], "the same 3"),
         ([9, 10, 11, 12], "need not copy"), ([3, 6, 9, 9], "stay shared"), ([3, 6, 9, 12], "Only the block"),
         ([3, 4, 4, 4], "B's alone"), ([3, 4, 4, 5], "alone in the old block"), ([4, 5, 6, 6], "8 + 8 + 4"), (5, "read the sentence"),
     ],
-    "08.5": [                                               # case 12
+    "08.4": [                                               # case 12
         (lambda prompt, cached, snapshots, size: common(prompt, cached), "only start from a snapshot"),
         (lambda prompt, cached, snapshots, size: common(prompt, cached) // size * size, "attention alone"),
         (lambda prompt, cached, snapshots, size: min(common(prompt, cached), len(prompt) - 1) // size * size,

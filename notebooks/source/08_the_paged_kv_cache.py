@@ -213,8 +213,8 @@ print("(c) B's token 16, in block -1, reads block", memory[padded[1, 16 // 8] * 
       "- which is A's")
 old = t[:16]
 two, three = A[:2][old % 2] * 8 + old // 2, A[old % 3] * 8 + old // 3
-print(f"(b) read with (b) too: when the table grows from 2 to 3 blocks, {int((two != three).sum())} of 16 "
-      "tokens are looked for elsewhere")
+print("(b) read with (b) too: when the table grows from 2 to 3 blocks,",
+      int((two != three).sum()), "of 16 tokens are looked for elsewhere")
 
 # %% [markdown]
 # (a) squeezes 17 tokens into fewer slots, so the row loses its own, and some of B's. (b) is the treacherous one:
@@ -318,8 +318,8 @@ def both(state, box):
 cache = PagedCache(model, num_rows=2, num_blocks=12, block_size=8)
 mixed = cache.pool.allocate(10)
 cache.tables = [mixed[1::2], mixed[::2]]
-runs = {"contiguous, a box": both(State(model, 2), True), "contiguous, flat": both(State(model, 2), False),
-        "paged, flat": both(cache.rows([0, 1]), False)}
+runs = {"contiguous, a box": both(State(model, 2), True),
+        "contiguous, flat": both(State(model, 2), False), "paged, flat": both(cache.rows([0, 1]), False)}
 tokens, logits = runs["contiguous, a box"]
 for name, (new, seen) in runs.items():
     close = torch.allclose(seen, logits, rtol=1e-4, atol=1e-4)
@@ -376,8 +376,8 @@ for name, new in (("spare slot", in_one_call(pair)), ("wrong: without", wrong)):
 
 # %% [markdown]
 # A weight of 0 is not enough, since 0 · NaN is NaN: B's logits are all NaN, and the best of them is token 0, the "!".
-# (Once its last block is just full; what lies behind is then looked up in block 0, which A has filled.) A, the longest
-# row of the call, is gathered no farther than its own end, so a test of one row would find nothing.
+# (The "." comes where its last block is just full: what lies behind is then looked up in block 0, which A has filled.)
+# A, the longest row of the call, is gathered no farther than its own end, so a test of one row would find nothing.
 #
 # ## Sharing
 #
@@ -521,15 +521,15 @@ cache.reuse(2, first_keys[:common])
 # the first that can use it?
 
 # %%
-requests = {"France": encode(France[0]), "+ Japan": encode(*France, "And of Japan?"),
-            "+ Italy": encode(*France, question), "+ Japan + Italy": encode(*Japan, question),
-            "+ Italy again": encode(*France, question), "+ Paris": encode(*France, "Is Paris in France?")}
+requests = {"France": encode(France[0]), "+ Japan": first, "+ Italy": second,
+            "+ Japan + Italy": encode(*Japan, question), "+ Italy again": second,
+            "+ Paris": encode(*France, "Is Paris in France?")}
 
 
 def serve(size, snapshots=16, requests=requests, limit=60):
-    """The requests one after another through one engine: their sequences, and {snapshot: who left it}."""
-    taken, engine = {}, Engine(model, block_size=size, num_blocks=512 // size, num_snapshots=snapshots,
-                               enable_prefix_caching=True)
+    """One request after another through one engine: their sequences, and {snapshot: who left it}."""
+    taken, engine = {}, Engine(model, block_size=size, num_blocks=512 // size,
+                               enable_prefix_caching=True, num_snapshots=snapshots)
     for name, ids in requests.items():
         engine.generate([Request(ids, limit, chat.stop, id=name)])
         taken |= {key: name for key in engine.cache.snapshots if key not in taken}
@@ -537,16 +537,15 @@ def serve(size, snapshots=16, requests=requests, limit=60):
 
 
 done, taken = serve(16)
-shared = [max([in_common(s.request.prompt, earlier.tokens) for earlier in done[:i]], default=0)
-          for i, s in enumerate(done)]
+asked = list(requests.values())
+shared = [max([in_common(ids, old.tokens) for old in done[:i]] + [0]) for i, ids in enumerate(asked)]
 print("                 prompt  in common  reused  run  leaves snapshots at, answer")
-for s, most in zip(done, shared):
+for s, most, n in zip(done, shared, map(len, asked)):
     left = sorted(16 * (s.keys.index(key) + 1) for key, name in taken.items() if name == s.id)
-    size = len(s.request.prompt)
-    print(f"{s.id:16} {size:6} {most:10} {s.reused:7} {size - s.reused:4}  {left}, {chat.tk.decode(s.new)}")
-saved, prompt_tokens = sum(s.reused for s in done), sum(len(s.request.prompt) for s in done)
-print(f"not computed: {saved} of {prompt_tokens} prompt tokens, {saved / prompt_tokens:.0%}; "
-      f"all equal solo: {all(s.new == solo(s.request.prompt) for s in done)}")
+    print(f"{s.id:16} {n:6} {most:10} {s.reused:7} {n - s.reused:4}  {left}, {chat.tk.decode(s.new)}")
+saved, total = sum(s.reused for s in done), sum(map(len, asked))
+print(f"not computed: {saved} of {total} prompt tokens, {saved / total:.0%}; "
+      f"all equal solo: {[s.new for s in done] == list(map(solo, asked))}")
 
 # %% [markdown]
 # The fourth is the first: it goes on through the second's prompt and finds its snapshot at 48. The third has 41 tokens
@@ -640,7 +639,7 @@ for r, event in events:
         print(f"  step {r.step:2}: ran {r.rows}, {r.blocks_used} blocks, {event}")
 fig, ax = plt.subplots(figsize=(9.5, 2.8))
 figures.timeline(ax, engine.records, "9 blocks: C is preempted in step 5 and reads all again in step 6")
-figures.show(fig, "A lane for each seat. " + "; ".join(f"step {r.step}: {e}" for r, e in events if e) + ".")
+figures.show(fig, f"A lane for each seat. {'; '.join(f'step {r.step}: {e}' for r, e in events if e)}.")
 try:
     Engine(model, block_size=4, num_blocks=4).add(Request(first[:17], 1, id="17 tokens"))
 except ValueError as error:
@@ -667,20 +666,21 @@ for n in sizes:
     empty.append(100 * (1 - sum(lengths) / (sum(blocks) * n)))
     entries.append(sum(blocks) / len(blocks))
     reuses.append(sum(s.reused for s in serve(n, limit=1)[0]))
-    alone.append(sum(min(c, len(s.request.prompt) - 1) // n * n for c, s in zip(shared, done)))
+    alone.append(sum(min(c, len(ids) - 1) // n * n for c, ids in zip(shared, asked)))
     print(f"blocks of {n:2}: {empty[-1]:2.0f} % of the slots empty, {entries[-1]:4.1f} pieces a row of "
-          f"{n * TINY.kv_bytes:6,} bytes, {reuses[-1]:3} prompt tokens reused; attention alone: {alone[-1]:3}")
+          f"{n * TINY.kv_bytes:6,} bytes; tokens reused {reuses[-1]:3}, attention alone {alone[-1]:3}")
 
 fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.8))
 titles = ("empty slots, %", "table entries a row", "prompt tokens reused")
 for ax, counts, title in zip(axes, (empty, entries, alone), titles):
     ax.plot(range(7), counts, "--s", color=figures.COLORS["predicted"], label="attention alone")
     ax.axvline(sizes.index(16), color=figures.INK, linewidth=1, linestyle=":")
-    ax.set(title=title, xlabel="block size (dotted: 16)", ylim=(0, None), xticks=range(7), xticklabels=sizes)
+    ax.set(title=title, xlabel="block size (dotted: 16)", ylim=(0, None))
+    ax.set_xticks(range(7), sizes)
 axes[2].plot(range(7), reuses, "-o", color=figures.COLORS["measured"], label="hybrid, run")
 axes[2].legend(loc="lower left")
 figures.show(fig, f"Three pictures over block sizes {sizes}: {list(map(round, empty))} % empty slots; "
-                  f"table entries {[round(x, 1) for x in entries]}; reused {reuses}, attention alone {alone}.")
+                  f"entries {[round(x, 1) for x in entries]}; reused {reuses}, attention alone {alone}.")
 
 # %% tags=["nbval-ignore-output"]
 memory_k = torch.randn(16384, 2, 256)                   # (slots, Hkv, D): one layer of the 0.8B shape
@@ -720,11 +720,12 @@ cross = QWEN_0_8B.fixed_bytes / (ALL_FULL.kv_bytes - QWEN_0_8B.kv_bytes)
 print("tokens a row:      ", *(f"{n:7,}" for n in counts))
 for shape in (QWEN_0_8B, ALL_FULL):
     fits = per_row[shape.name] = [rows_in_memory(shape, HARDWARE["L4"], n, usable=0.9) for n in counts]
-    print(f"{shape.name:19}", *(f"{n:7,}" for n in fits), f" 64 to 4,096: {fits[1] / fits[5]:4.1f} times fewer")
+    print(f"{shape.name:19}", *(f"{n:7,}" for n in fits), f" 64 to 4,096: 1/{fits[1] / fits[5]:.1f}")
 print(f"they cross at {cross:.0f} tokens")
 for shape in (TINY, QWEN_0_8B):
     fixed, equal = shape.fixed_bytes, shape.fixed_bytes / shape.kv_bytes
-    print(f"{shape.name}: a snapshot of {fixed:,} bytes, as {equal:.0f} tokens or {equal / 16:.0f} blocks")
+    print(f"{shape.name}: a snapshot, {fixed:,} bytes, is {equal:.0f} tokens' keys and values, "
+          f"{equal / 16:.0f} blocks of 16")
 
 fig, ax = plt.subplots()
 for (name, fits), line in zip(per_row.items(), ("--o", ":s")):
@@ -733,7 +734,7 @@ ax.axvline(cross, color=figures.INK, linewidth=1, linestyle=":")
 ax.annotate(f"{cross:.0f} tokens", (cross, 1.2e4), (5, 0), textcoords="offset points")
 ax.set(xscale="log", yscale="log", title="24 GB (L4), 90 % usable", xlabel="tokens a row", ylabel="rows")
 ax.legend()
-figures.show(fig, f"Rows that fit over tokens a row, {counts}: {per_row}. They cross at {cross:.0f} tokens.")
+figures.show(fig, f"Rows that fit over tokens a row, {counts}: {per_row}. They cross at {cross:.0f}.")
 
 # %% [markdown]
 # A snapshot after every block of 16 would cost the 0.8B model about a hundred times the block. Taken at the end of long
@@ -858,8 +859,8 @@ _ = check("08.4", my_reuse)
 # > when a token needs one; a block table maps position to slot, attention gathers through it, and at most one block of
 # > a row is partly empty. Blocks have reference counts: forks and equal prefixes share them, a shared block is copied
 # > before it is written, and when the pool runs dry a row is preempted and computed again. On a hybrid the blocks are
-# > half of a prefix: the recurrent state cannot be cut back, so reuse needs a snapshot, which costs, on the 0.8B shape, as much
-# > as 1,590 tokens of keys and values, and is worth it at the end of long prefixes that come again.
+# > half of a prefix: the recurrent state cannot be cut back, so reuse needs a snapshot, which costs, on the 0.8B shape,
+# > as much as 1,590 tokens of keys and values, and is worth it at the end of long prefixes that come again.
 #
 # **In production.** vLLM introduced the scheme as PagedAttention; the setting is `--block-size` (16 by default), the
 # switch `--enable-prefix-caching`. Its [hybrid KV cache

@@ -1,32 +1,7 @@
-"""Chapter 08's exercises: slots, empty slots, growth, who copies, and how much of a prefix a hybrid can reuse."""
+"""Chapter 08's exercises: empty slots, growth, who copies, and how much of a prefix a hybrid can reuse."""
 from qwen.exercises import Function, Value
 
-# 08.1 ---------------------------------------------------------------- where a row's tokens lie
-
-SLOTS = Function(
-    right=lambda table, length, size: [table[t // size] * size + t % size for t in range(length)],
-    calls=(([5, 0, 3], 17, 8), ([2], 3, 4), ([1, 4, 0, 2], 4, 1), ([3, 1], 8, 4)),
-    slips=(
-        (lambda table, length, size: [table[t // size] + t % size for t in range(length)],
-         "You forgot that a block has `size` slots: block b begins at slot b * size."),
-        (lambda table, length, size: [table[t % len(table)] * size + t // len(table) for t in range(length)],
-         "You deal the tokens out in turn. A block is filled before the next one is begun: t // size picks the entry."),
-        (lambda table, length, size: [table[t // size] * size for t in range(length)],
-         "Every token of a block gets its first slot. The place inside the block, t % size, is missing."),
-        (lambda table, length, size: [table[t // size] * size + t for t in range(length)],
-         "Inside the block, count from the block's first token: t % size, not t."),
-        (lambda table, length, size: list(range(length)),
-         "Those are the positions. The table is not used at all."),
-        (lambda table, length, size: [t // size * size + t % size for t in range(length)],
-         "The table is not used: t // size is the entry, table[t // size] the block."),
-        (lambda table, length, size: [b * size + i for b in sorted(table) for i in range(size)][:length],
-         "You sorted the blocks. The table's order is the order of the tokens."),
-        (lambda table, length, size: [b * size + i for b in table for i in range(size)],
-         "Those are all slots of the blocks. The last block is full only in part: `length` tokens."),
-    ),
-)
-
-# 08.2 ---------------------------------------------------------------- empty slots
+# 08.1 ---------------------------------------------------------------- empty slots
 
 
 def _blocks(n, size):
@@ -56,7 +31,7 @@ WASTE = Function(
     ),
 )
 
-# 08.3 ---------------------------------------------------------------- blocks to take before new tokens
+# 08.2 ---------------------------------------------------------------- blocks to take before new tokens
 
 MISSING = Function(
     right=lambda length, new, size: _blocks(length + new, size) - _blocks(length, size),
@@ -76,12 +51,17 @@ MISSING = Function(
          "counts before and after."),
         (lambda length, new, size: int(_blocks(length + new, size) > _blocks(length, size)),
          "At most one? A chunk of a prompt may need several blocks at once."),
+        (lambda length, new, size: _blocks(max(0, new - (size - length % size)), size),
+         "Where length is a multiple of size, size - length % size gives a whole block of room; there is none left then."),
+        (lambda length, new, size: int(length % size == 0),
+         "A full last block is no reason by itself, and an open one may be filled and passed: compare the counts before "
+         "and after."),
         (lambda length, new, size: 0,
          "Never taking a block is the famous bug: the row then writes into somebody else's."),
     ),
 )
 
-# 08.4 ---------------------------------------------------------------- who copies a shared block
+# 08.3 ---------------------------------------------------------------- who copies a shared block
 
 HELD = Value([3, 4, 5, 5], (
     ([3, 3, 3, 3], "Nobody copies? Then B's token overwrites the slot that A and C read too."),
@@ -96,7 +76,7 @@ HELD = Value([3, 4, 5, 5], (
     ([4, 5, 6, 6], "20 tokens take 3 blocks of 8: 8 + 8 + 4."),
 ))
 
-# 08.5 ---------------------------------------------------------------- how much of a prefix can be reused
+# 08.4 ---------------------------------------------------------------- how much of a prefix can be reused
 
 
 def _common(prompt, cached):
@@ -139,4 +119,4 @@ REUSE = Function(
     ),
 )
 
-EXERCISES = {"08.1": SLOTS, "08.2": WASTE, "08.3": MISSING, "08.4": HELD, "08.5": REUSE}
+EXERCISES = {"08.1": WASTE, "08.2": MISSING, "08.3": HELD, "08.4": REUSE}
