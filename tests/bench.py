@@ -9,6 +9,7 @@ import gc
 import platform
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -18,17 +19,10 @@ import torch
 from qwen import attention, deltanet, measure, roofline
 from qwen.batch import pad_left
 from qwen.cache import State
-from qwen.config import Config
 from qwen.packed import PackedLinear, pack
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = Config(
-    vocab_size=248_320, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24,
-    layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 6, num_attention_heads=8, num_key_value_heads=2,
-    head_dim=256, linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
-    linear_value_head_dim=128, linear_conv_kernel_dim=4, rope_theta=10_000_000, partial_rotary_factor=0.25,
-    rms_norm_eps=1e-6, max_position_embeddings=4096, tie_word_embeddings=True,
-)
+SHAPE = replace(roofline.QWEN_CONFIG, max_position_embeddings=4096)
 BATCHES, COMPARED, STEPS, CONTEXT = (1, 2, 4, 8, 16, 32), (1, 4, 16), 10, 32
 
 
@@ -85,13 +79,13 @@ def prompts(batch, context):
     return pad_left([[(7 * row + i) % 1000 for i in range(n)] for row, n in enumerate(measure.unequal(batch, context))])
 
 
-def row(name, batch, seconds, cost, machine, base=None, library=None):
+def row(name, batch, seconds, cost, machine, base=None, ratio=None):
     """One line of the table: measured beside predicted."""
     least, most = cost.seconds(*machine)
     gain = f"{base / seconds * batch:5.2f}x" if base else "      "
-    other = f"{library / seconds:6.2f}x" if library else "       "
+    other = f"{ratio:6.2f}x" if ratio else "       "
     print(f"{name:24}{batch:4}{seconds * 1e3:9.1f} ms{batch / seconds:8.1f}{gain:>9}{other:>10}"
-          f"{least * 1e3:9.1f} to {most * 1e3:6.1f} ms{seconds / most:8.2f}{cost.bytes / seconds / machine[0]:9.0%}", flush=True)
+          f"{least * 1e3:9.1f} to {most * 1e3:6.1f} ms{seconds / most:8.2f}{cost.bytes / seconds / machine[0]:9.0%} of {machine[0] / 1e9:.0f} GB/s", flush=True)
 
 
 HEAD = (f"{'':24}{'rows':>4}{'a step':>12}{'tok/s':>8}{'gain':>9}{'library':>10}{'predicted':>22}{'/ sum':>8}{'memory':>9}\n"
@@ -100,18 +94,28 @@ HEAD = (f"{'':24}{'rows':>4}{'a step':>12}{'tok/s':>8}{'gain':>9}{'library':>10}
 
 
 def decode_table(model, library, machine, name, element_bytes):
-    """Decode steps over the batch size; returns tokens a second for ours and the library's."""
-    ours, theirs, base = {}, {}, None
+    """Decode steps over the batch size; returns tokens a second for ours, the library's and the predicted (most, least).
+
+    The memory is read in turn with our steps, since on a shared machine its speed changes from minute to minute; the
+    library's steps take turns with further ones of ours. The picture's prediction takes the median of those speeds.
+    """
+    ours, theirs, costs, speeds, base = {}, {}, {}, [], None
+    array = torch.ones(1 << 26, device=model.device)        # 268 MB
     for batch in BATCHES:
         ids, mask = prompts(batch, CONTEXT)
-        runs = [Ours(model, ids, mask)] + ([Library(library, ids, mask)] if library and batch in COMPARED else [])
-        seconds, *other = alternate(runs)
+        reading, seconds = alternate([array.sum, Ours(model, ids, mask)])
         base = base or seconds
         cost = roofline.total(roofline.step_cost(SHAPE, batch, CONTEXT, element_bytes=element_bytes))
-        row(f"{name} decode", batch, seconds, cost, machine, base, *other)
+        now, ratio = (array.nbytes / reading, machine[1]), None
+        if library and batch in COMPARED:
+            own, other = alternate([Ours(model, ids, mask), Library(library, ids, mask)])
+            ratio, theirs[batch] = other / own, batch / other
+        row(f"{name} decode", batch, seconds, cost, now, base, ratio)
         ours[batch] = batch / seconds
-        theirs |= {batch: batch / t for t in other}
-    return ours, theirs
+        costs[batch] = cost
+        speeds.append(now[0])
+    predicted = {batch: [batch / t for t in cost.seconds(median(speeds), machine[1])] for batch, cost in costs.items()}
+    return ours, theirs, predicted
 
 
 def prefill_table(model, library, machine, name, element_bytes, batch=4, tokens=256):
@@ -120,7 +124,7 @@ def prefill_table(model, library, machine, name, element_bytes, batch=4, tokens=
              for _ in range(2)] if library else [[measure.clock(lambda: Ours(model, ids, mask))]]
     seconds, *other = (min(column) for column in zip(*times))
     cost = roofline.total(roofline.step_cost(SHAPE, batch, 0, tokens, element_bytes))
-    row(f"{name} prefill of {tokens}", batch, seconds, cost, machine, None, *other)
+    row(f"{name} prefill of {tokens}", batch, seconds, cost, machine, None, *(t / seconds for t in other))
     print(f"{'':24}{batch * tokens / seconds:.0f} prompt tokens a second")
 
 
@@ -196,15 +200,13 @@ def main():
     gc.collect()
     print(HEAD)
     name = str(dtype)[6:]
-    ours, theirs = decode_table(model, library, machine, name, dtype.itemsize)
+    ours, theirs, predicted = decode_table(model, library, machine, name, dtype.itemsize)
     prefill_table(model, library, machine, name, dtype.itemsize)
     context_table(model, machine, dtype.itemsize)
     if on_cpu:
         for batch in (1, 16):
             parts_table(model, batch)
         print(f"weights {held(model) / 1e9:.2f} GB; peak of this process, library's weights included, {peak() / 1e9:.2f} GB")
-        predicted = {batch: [batch / t for t in roofline.total(roofline.step_cost(SHAPE, batch, CONTEXT)).seconds(*machine)]
-                     for batch in BATCHES}
         from qwen import figures
         figures.setup()
         picture = figures.svg(*figures.batch_gain(measure.machine(device), ours, theirs, predicted))
