@@ -53,7 +53,7 @@ class Sequence:
     marks: tuple = ()                                       # lengths where a chunk must end, for a snapshot
     admitted: int | None = None                             # step at which it ran first
     first_token: int | None = None                          # step that gave its first new token
-    finished: int | None = None                             # step that ended it
+    finished: int | None = None                             # step that ended it; cancelled: the last one before
     reason: str | None = None                               # "stop", "length" or "cancelled"
     preemptions: int = 0
     reused: int = 0                                         # tokens taken over from a prefix instead of computed
@@ -97,7 +97,7 @@ class StepRecord:
     step: int
     rows: dict                                              # id -> tokens of it that ran
     seats: tuple                                            # id in each place while the step ran, None: nobody
-    finished: dict                                          # id -> "stop" or "length"; "cancelled" since the last step
+    finished: dict                                          # id -> why: "stop", "length", "cancelled" since the last step
     admitted: tuple                                         # ids that entered, also again after a preemption
     preempted: tuple
     queue_depth: int                                        # arrived and not running, after the step
@@ -127,9 +127,10 @@ class Engine:
     steps after it and those k have come.
     enable_chunked_prefill=False: a prompt runs whole, and as the only one of its step where it exceeds the budget.
     enable_prefix_caching: reuse blocks that end in one of up to num_snapshots states of the linear layers. A snapshot
-    is taken where a prompt parts from what others left and at its last full block; its chunks, whole ones too, end there.
+    is taken where a prompt parts from what others left, and after the last full block before its last token; its chunks,
+    whole prompts too, end there.
 
-    For one thread. `sequences` and `records` keep all figures until the caller clears them.
+    For one thread. `records` and `sequences` keep all figures; from `sequences` remove only requests that have ended.
     """
 
     def __init__(self, model, max_num_seqs: int = 8, max_num_batched_tokens: int = 256, block_size: int = 16,
@@ -148,7 +149,8 @@ class Engine:
         self.pool = self.cache.pool
         self.now, self.added = 0, 0                                       # steps done, requests ever added
         self.sequences, self.records = {}, []                             # id -> Sequence, ended ones too; StepRecords
-        self.waiting, self.running, self.cancelled = [], [], {}
+        self.waiting, self.running = [], []
+        self.ended = {}                                                   # id -> reason, since the last record
 
     # Requests --------------------------------------------------------------------------------------------------
 
@@ -166,9 +168,11 @@ class Engine:
             raise KeyError(f"request {id!r} is unknown")
         sequence = self.sequences[id]
         if sequence.finished is None:
-            sequence.finished, sequence.reason = max(self.now, sequence.arrival) - 1, "cancelled"
-            self.cancelled[id] = "cancelled"
-            self._leave(sequence)
+            try:
+                self._end(sequence, "cancelled", max(self.now, sequence.arrival) - 1)
+            except BaseException:
+                self._restart()
+                raise
 
     def generate(self, requests) -> list[list[int]]:
         """Run these requests, and whatever else is there, until they have ended; their new tokens, in this order.
@@ -189,6 +193,8 @@ class Engine:
 
     def _sequence(self, request):
         """The request checked and copied: what its owner does with it later changes nothing."""
+        if not isinstance(request, Request):
+            raise TypeError(f"{request!r} is no Request")
         request = copy(request)
         if request.id is None:
             request.id = next(n for n in itertools.count(self.added) if n not in self.sequences)
@@ -206,15 +212,14 @@ class Engine:
             need, pool = self.pool.blocks(len(request.prompt) + max(request.max_new_tokens - 1, 0)), self.pool
             if need > pool.num_blocks:
                 raise ValueError(f"it needs {need} blocks of {pool.block_size} tokens, the pool has {pool.num_blocks}")
-            stop = stop_set(request.stop)
-        except (ValueError, TypeError) as error:
+            stop, generator = stop_set(request.stop), seeded(request.seed)
+        except (ValueError, TypeError, RuntimeError) as error:            # torch's, for a seed beyond 64 bits
             raise type(error)(f"request {request.id!r}: {error}") from None
         request.prompt, request.sampling = list(request.prompt), dict(request.sampling)
         within = PATIENCE if request.deadline is None else min(request.deadline - request.arrival, PATIENCE)
         late = {"fcfs": 0, "priority": AGING * request.priority, "deadline": within}[self.policy]
         arrival = self.now + request.arrival
-        return Sequence(request.id, request, arrival, arrival + late, self.added, list(request.prompt), stop,
-                        seeded(request.seed))
+        return Sequence(request.id, request, arrival, arrival + late, self.added, list(request.prompt), stop, generator)
 
     # A step ----------------------------------------------------------------------------------------------------
 
@@ -228,18 +233,23 @@ class Engine:
         try:
             return self._step()
         except BaseException:
-            self.running, self.waiting = [], [s for s in self.sequences.values() if s.finished is None]
-            for sequence in self.waiting:
-                sequence.row, sequence.computed, sequence.marks = None, 0, ()
-            self.cache.clear()
+            self._restart()
             raise
+
+    def _restart(self):
+        """Everybody who has not ended waits again, and the cache is as new."""
+        self.running, self.waiting = [], [s for s in self.sequences.values() if s.finished is None]
+        for sequence in self.waiting:
+            sequence.row, sequence.computed, sequence.marks = None, 0, ()
+        self.cache.clear()
+        if self.records and self.records[-1].step == self.now:            # written, but not counted
+            self.records.pop()
 
     def _step(self):
         start, before = time.perf_counter(), set(self.running)
-        ended = [s for s in self.waiting if s.arrival <= self.now and s.request.max_new_tokens == 0]
-        for sequence in ended:
-            sequence.finished, sequence.reason = self.now, "length"
-            self._leave(sequence)
+        for sequence in self._there():
+            if sequence.request.max_new_tokens == 0:
+                self._end(sequence, "length", self.now)
         plan, preempted = self._schedule()                                # [(sequence, its tokens in this step)]
         seats = {s.row: s.id for s in self.running}
         used, drawn = self.pool.num_used, self._run(plan) if plan else []
@@ -248,21 +258,20 @@ class Engine:
             full = len(sequence.new) + 1 == sequence.request.max_new_tokens
             reason = "stop" if token in sequence.stop else "length" if full else None
             first = self.now if sequence.first_token is None else sequence.first_token
-            vars(sequence).update(                                        # one call: all of it or, after Ctrl-C, nothing
-                tokens=[*sequence.tokens, token], generator=generator, first_token=first, reason=reason,
-                finished=self.now if reason else None)
+            news = dict(tokens=[*sequence.tokens, token], generator=generator, first_token=first)
             if reason:
-                ended.append(sequence)
-                self._leave(sequence)
+                self._end(sequence, reason, self.now, **news)
+            else:
+                vars(sequence).update(news)                               # one call: all of it or, after Ctrl-C, nothing
         record = StepRecord(
             step=self.now, rows={s.id: tokens for s, tokens in plan},
             seats=tuple(seats.get(row) for row in range(self.max_num_seqs)),
-            finished=self.cancelled | {s.id: s.reason for s in ended},
+            finished=self.ended,
             admitted=tuple(s.id for s, _ in plan if s not in before), preempted=tuple(preempted),
             queue_depth=sum(s.arrival <= self.now for s in self.waiting), blocks_used=used, useful=useful,
             seconds=time.perf_counter() - start)
         self.records.append(record)
-        self.now, self.cancelled = self.now + 1, {}
+        self.now, self.ended = self.now + 1, {}
         return record
 
     def _there(self):
@@ -322,6 +331,12 @@ class Engine:
         if sequence.admitted is None:
             sequence.admitted = self.now
 
+    def _end(self, sequence, reason, step, **news):
+        """It is over, with its last news: in one call, so that after Ctrl-C it has ended or it has not."""
+        self.ended[sequence.id] = reason
+        vars(sequence).update(news, reason=reason, finished=step)
+        self._leave(sequence)
+
     def _leave(self, sequence):
         """Out of the row, whose blocks are free again, or out of the queue."""
         if sequence in self.waiting:
@@ -380,7 +395,7 @@ class StaticBatcher(Engine):
 
     In arrival order, up to max_num_seqs requests whose longest possible answers all fit the pool start together, with
     whole prompts and the blocks of those answers reserved; when fewer wait, not before the first has waited `timeout`
-    steps. Whoever ends keeps the place and runs along, its last token again and again, until the longest has ended.
+    steps. Whoever ends keeps the place and runs along, the same token again and again, until the longest has ended.
     """
 
     def __init__(self, model, max_num_seqs: int = 8, block_size: int = 16, num_blocks: int | None = None,
@@ -402,7 +417,7 @@ class StaticBatcher(Engine):
         return [(s, s.behind if s.finished is None else 1) for s in self.running], []
 
     def _leave(self, sequence):
-        if sequence not in self.running or not sequence.computed:
+        if sequence not in self.running:
             super()._leave(sequence)
         if all(s.finished is not None for s in self.running):
             for s in list(self.running):

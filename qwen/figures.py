@@ -420,8 +420,8 @@ def timeline(ax, records, title="", steps=None, colors=None):
     """An engine's own records, one lane for each seat: who sat there, and what the row did in each step.
 
     A tall box in the user's colour reads a prompt, a low one decodes; hatched, the row has ended and rides along; blank,
-    nobody sits there. records: `engine.StepRecord`s. steps: where the axis ends. colors: {id: a key of COLORS}, else
-    A to D in turn. Returns {kind: steps of all lanes}, kinds as in LANES.
+    nobody sits there. Each stay in a seat is named once. records: `engine.StepRecord`s. steps: where the axis ends.
+    colors: {id: a key of COLORS}, else A to D in turn. Returns {kind: steps of all lanes}, kinds as in LANES.
     """
     order = dict.fromkeys(name for record in records for name in record.seats if name is not None)
     colors = {name: "ABCD"[n % 4] for n, name in enumerate(order)} | (colors or {})
@@ -436,15 +436,17 @@ def timeline(ax, records, title="", steps=None, colors=None):
             else:
                 lanes.append([name, kind, at, at + 1])
         ended |= set(record.finished)
-    counts, named = dict.fromkeys(LANES, 0), set()
+    counts = dict.fromkeys(LANES, 0)
     for lane, lanes in pieces.items():
+        named = None                                                  # whose stay in this seat has its letter
         for name, kind, first, last in lanes:
+            named = name if name == named else None
             counts[kind] += last - first
             color = {"empty": "plain", "riding": "pad"}.get(kind) or colors[name]
             ax.add_patch(Rectangle((first, -lane - 0.5 - LANES[kind] / 2), last - first, LANES[kind], facecolor=COLORS[color],
                                    edgecolor=INK, linewidth=0.6, hatch=HATCH.get(color)))
-            if kind == "decode" and name not in named:
-                named.add(name)
+            if kind == "decode" and named is None:
+                named = name
                 short = last - first < 0.025 * (steps or len(records))    # then the name stands above
                 ax.text((first + last) / 2, -lane - (0.12 if short else 0.52), str(name), ha="center",
                         va="bottom" if short else "center", fontsize=9,

@@ -142,16 +142,17 @@ class Model(nn.Module):
     def ragged(self, ids, cu_seqlens, state=None, last_only: bool = False):
         """The same step without a pad in any projection: rows of unequal length laid end to end.
 
-        ids (N,) integers; cu_seqlens (B+1,): row r's new tokens are ids[cu_seqlens[r]:cu_seqlens[r+1]] (none is
-        allowed); state as in `forward` -> logits (N, vocab), or (B, vocab) at each row's last token. Only inside
-        attention and DeltaNet, where a token meets others of its row, the rows are put into a box; all weights see
-        the N real tokens alone. Raises ValueError for offsets that do not fit the ids.
+        ids (N,) integers; cu_seqlens (B+1,): row r's new tokens are ids[cu_seqlens[r]:cu_seqlens[r+1]], and a row
+        may bring none; state as in `forward` -> logits (N, vocab), or (B, vocab) at each row's last token. Only inside
+        attention and DeltaNet, where a token meets others of its row, rows are put into boxes; all weights see the N
+        real tokens alone. Raises ValueError or TypeError for offsets that do not fit the ids, and for a row without
+        tokens where its last one is asked for.
         """
         offsets = torch.as_tensor(cu_seqlens).cpu()
-        lengths = offsets.diff()
-        if not isinstance(ids, torch.Tensor) or offsets.is_floating_point():
+        lengths = offsets.flatten().diff()
+        if not isinstance(ids, torch.Tensor) or offsets.is_floating_point() or offsets.dtype == torch.bool:
             raise TypeError(f"ids are {type(ids).__name__} and cu_seqlens {offsets.dtype}, expected tensors of integers")
-        if ids.dim() != 1 or len(lengths) == 0 or offsets[0] != 0 or (lengths < 0).any() or offsets[-1] != len(ids):
+        if ids.dim() != 1 or offsets.dim() != 1 or len(lengths) == 0 or offsets[0] != 0 or (lengths < 0).any() or offsets[-1] != len(ids):
             raise ValueError(f"cu_seqlens {offsets.tolist()} does not cut {tuple(ids.shape)} ids into rows, "
                              f"expected offsets that rise from 0 to their number")
         if last_only and not lengths.all():

@@ -18,7 +18,10 @@ BEYOND_CACHE = 1 << 28                                      # bytes
 
 
 class PackedLinear(nn.Module):
-    """x (..., in) -> (..., out), for a weight (out, in) of which only the rearranged copy is kept."""
+    """x (..., in) -> (..., out), for a weight (out, in) of which only the rearranged copy is kept.
+
+    It stays where and as it is: no `.to`, no copying, no saving; load the model again with another dtype or device.
+    """
 
     least = 1                                               # rows of input below which zeros are added, see `least_rows`
 
@@ -30,8 +33,8 @@ class PackedLinear(nn.Module):
         rows = x.shape[:-1].numel()
         if rows >= self.least:
             return self.product(x)
-        filled = F.pad(x.flatten(0, -2), (0, 0, 0, self.least - rows))    # (least, in)
-        return self.product(filled)[:rows].view(*x.shape[:-1], -1)
+        filled = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, self.least - rows))      # (least, in)
+        return self.product(filled)[:rows].view(*x.shape[:-1], self.weight.shape[0])
 
     def product(self, x):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")

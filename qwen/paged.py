@@ -140,6 +140,8 @@ class PagedCache:
 
     def _shared(self, row, tokens):
         """Places in row's table that the next tokens would write into and others hold too."""
+        if tokens < 1:
+            return []
         first, last = self.length[row] // self.pool.block_size, self.pool.blocks(self.length[row] + tokens)
         return [i for i in range(first, min(last, len(self.tables[row]))) if self.pool.holders[self.tables[row][i]] > 1]
 
@@ -198,12 +200,12 @@ class PagedCache:
         The oldest snapshot goes when there are more than `num_snapshots`. Raises ValueError unless a row of which a
         snapshot is taken ends exactly with keys[-1].
         """
+        if snapshot and (self.length[row] != len(keys) * self.pool.block_size or not keys):
+            raise ValueError(f"row {row} holds {self.length[row]} tokens, expected the {len(keys)} full blocks of its keys")
         for key, block in zip(keys, self.tables[row]):
             if key not in self.known:
                 self.known[key], self.key_of[block] = block, key
         if snapshot:
-            if self.length[row] != len(keys) * self.pool.block_size or not keys:
-                raise ValueError(f"row {row} holds {self.length[row]} tokens, expected the {len(keys)} full blocks of its keys")
             self.snapshots[keys[-1]] = self.fixed.snapshot([row])
             self.snapshots.move_to_end(keys[-1])
             while len(self.snapshots) > self.num_snapshots:

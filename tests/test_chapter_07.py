@@ -56,6 +56,17 @@ def test_a_seat_held_without_a_token_is_empty_and_colors_can_be_given():
     assert pieces(ax)[1][4] == figures.COLORS["C"]
 
 
+def test_each_stay_is_named_once():
+    """A is preempted and sits down again in the other seat; C is not named again after a step that it stands still."""
+    records = [record({"A": 2}, (None, "A"), admitted=("A",)), record({"A": 1}, (None, "A")), record({}, (None, None)),
+               record({"A": 3, "C": 2}, ("A", "C"), admitted=("A", "C")), record({"A": 1, "C": 1}, ("A", "C")),
+               record({"A": 1}, ("A", "C")), record({"A": 1, "C": 1}, ("A", "C"))]
+    _, ax = plt.subplots()
+    figures.timeline(ax, records)
+    where = sorted((text.get_text(), round(-text.get_position()[1] - 0.5), text.get_position()[0]) for text in ax.texts)
+    assert where == [("A", 0, 5.5), ("A", 1, 1.5), ("C", 1, 4.5)]
+
+
 def test_the_engines_own_records():
     model = Model.from_pretrained(find_model(), device="cpu")
     lengths, counts = [3, 9, 2, 5], {}
@@ -116,3 +127,13 @@ def test_watch_answers_for_every_setting_and_more_seats_never_lengthen_the_queue
             assert text.startswith("<pre>") and text.endswith("</pre>") and f"of {seats} seats" in text
             longest.append(int(text.split("longest ")[1].split("\n")[0]))
         assert longest == sorted(longest, reverse=True)
+
+
+def test_the_lowest_mark_means_that_nobody_waits(chapter):
+    text = chapter.watch(20, 4)
+    bars, longest = text.split("queue ")[1].split(" longest ")
+    draw = random.Random(1)
+    sizes = [2, 104, 10, 35, 4, 7]
+    _, depth = chapter.simulate([(step, draw.choice(sizes), 0) for step in range(400) if draw.random() < 0.2], 4)
+    assert max(depth) == int(longest.split("\n")[0]) > 8
+    assert [mark == "▁" for mark in bars] == [waiting == 0 for waiting in depth[:400:10]]

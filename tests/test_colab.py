@@ -61,7 +61,8 @@ def run(notebook, folder, kernels):
     client.create_kernel_manager()
     client.km.kernel_spec_manager = KernelSpecManager(kernel_dirs=[str(kernels)])
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "IPYTHONDIR": str(kernels), "MPLCONFIGDIR": str(kernels)}
-    client.execute(env={**{k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "QWEN_MODEL")}, **threads})
+    ours = ("PYTHONPATH", "QWEN_MODEL", "MATPLOTLIBRC")     # names the repository, where it is set
+    client.execute(env={**{name: value for name, value in os.environ.items() if name not in ours}, **threads})
     return notebook
 
 

@@ -249,7 +249,7 @@ def test_interrupted_at_any_line(make):
 
     def trace(frame, event, arg):
         nonlocal lines
-        if frame.f_code.co_filename not in files or frame.f_code.co_name in ("_step", "add", "generate", "cancel"):
+        if frame.f_code.co_filename not in files or frame.f_code.co_name in ("add", "generate", "_restart"):
             return trace if frame.f_code.co_filename in files else None
         if event == "line":
             lines += 1
@@ -274,6 +274,30 @@ def test_interrupted_at_any_line(make):
         sound(batcher)
         assert batcher.generate(requests) == right
         empty(batcher)
+
+
+@pytest.mark.parametrize("owner, name", [(Engine, "_leave"), (PagedCache, "release"), (BlockPool, "free")])
+def test_cancelling_that_breaks_off(owner, name):
+    engine, (a, b) = Engine(MODEL), (Request([1, 2], 5, id="a"), Request([3], 4, id="b"))
+    engine.add(a), engine.add(b)
+    engine.step()
+    with patch.object(owner, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.cancel("a")
+    sound(engine)
+    while engine.waiting or engine.running:
+        engine.step()
+    assert engine.sequences["a"].reason == "cancelled" and engine.sequences["b"].new == alone(b)
+    assert engine.records[1].finished == {"a": "cancelled"}
+    empty(engine)
+
+
+def test_an_ending_before_a_step_breaks_off_is_in_the_next_record():
+    engine = Engine(MODEL)
+    engine.add(Request([1], 0, id="none")), engine.add(Request([1, 2], 2, id="a"))
+    with patch.object(MODEL, "ragged", side_effect=MemoryError), pytest.raises(MemoryError):
+        engine.step()
+    engine.step(), engine.step()
+    assert [(r.step, r.finished) for r in engine.records] == [(0, {"none": "length"}), (1, {"a": "length"})]
 
 
 def test_what_a_caller_does_with_a_request_later_changes_nothing():
@@ -458,21 +482,26 @@ def test_a_pool_of_4_blocks_of_4():
     (Request([1], 3, id="x", arrival=-1), "arrival is -1"), (Request([1], 3, id="x", priority="high"), "priority is 'high'"),
     (Request([1], 3, id="x", arrival=4, deadline=3), "deadline is 3"), (Request([1], 3, id="x", temperature=-1), "temperature is -1"),
     (Request([1], 3, id="x", heat=1), "heat"), (Request([1], 3, id="x", seed="a"), "seed is 'a'"),
-    (Request([1], 3, id="x", seed=0.0), "seed is 0.0"), (Request([1], 3, id="x", stop=5.5), "float"), (Request([1], 1.5, id="x"), "max_new_tokens is 1.5"),
+    (Request([1], 3, id="x", seed=0.0), "seed is 0.0"), (Request([1], 3, id="x", seed=2 ** 70), "Overflow"), (Request([1], 3, id="x", stop=5.5), "float"), (Request([1], 1.5, id="x"), "max_new_tokens is 1.5"),
 ])
 @pytest.mark.parametrize("make", [Engine, StaticBatcher])
 def test_bad_requests_are_refused_by_name_and_the_others_go_on(make, request_, says):
     engine, good = make(MODEL, 2), Request([1, 2, 3], 4, id="good")
     engine.add(good)
     engine.step()
-    with pytest.raises((ValueError, TypeError), match=f"request 'x': .*{says}"):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=f"request 'x': .*{says}"):
         engine.add(request_)
-    with pytest.raises((ValueError, TypeError), match="request 'x'"):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="request 'x'"):
         engine.generate([Request([5], 2, id="with it"), request_])
     while engine.running:
         engine.step()
     assert engine.sequences["good"].new == alone(good) and "x" not in engine.sequences
     empty(engine)
+
+
+def test_what_is_no_request():
+    with pytest.raises(TypeError, match=r"\[1, 2\] is no Request"):
+        Engine(MODEL).add([1, 2])
 
 
 def test_an_id_is_used_once_at_a_time():

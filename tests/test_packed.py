@@ -45,10 +45,10 @@ def test_few_rows_filled_up_with_zeros(dtype, bound):
     layer, seen = PackedLinear(weight), []
     layer.least = 4
     with patch.object(PackedLinear, "product", lambda self, x, right=PackedLinear.product: seen.append(len(x)) or right(self, x)):
-        for shape in ((1, 1), (3, 1), (1, 2), (1,), (2,), (4, 1), (5, 1)):
+        for shape in ((1, 1), (3, 1), (1, 2), (), (2,), (0,), (2, 0), (4, 1), (5, 1)):
             x = torch.randn(*shape, 700, generator=rng).to(dtype)
             assert layer(x).shape == (*shape, 1500) and far(layer(x).float(), F.linear(x, weight).float()) <= bound
-    assert seen == [4] * 12 + [5] * 2
+    assert seen == [4] * 16 + [5] * 2
 
 
 @pytest.mark.parametrize("seconds, least", [((3, 3, 2), 4), ((2, 2, 3), 1)])

@@ -177,8 +177,9 @@ def test_a_shared_block_is_not_written_by_accident():
     cache.fork(0, 1)
     with pytest.raises(ValueError, match="row 1 would write into a block that others hold: grow it first"):
         MODEL.ragged(torch.tensor([7]), torch.tensor([0, 1]), cache.rows([1]))
-    cache.grow(1, 1)
-    MODEL.ragged(torch.tensor([7]), torch.tensor([0, 1]), cache.rows([1]))
+    assert cache.missing(1, 0) == 0
+    cache.grow(0, 1)
+    MODEL.ragged(torch.tensor([7]), torch.tensor([0, 1, 1]), cache.rows([0, 1]))     # row 1 writes nothing
 
 
 def test_growing_without_room_changes_nothing():
