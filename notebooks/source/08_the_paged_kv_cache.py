@@ -7,7 +7,7 @@
 # The answer of every engine today is an operating system's: cut the memory into small *blocks*, hand them out one by
 # one, and keep a list for each row of where its tokens are. At the end of this chapter you can keep that list by hand,
 # attend through it, share it between rows without one spoiling the other, and say why all of this is only half of a
-# prefix on a hybrid model. You will have seen what each rule prevents, four times as a wrong answer in words.
+# prefix on a hybrid model. You will have seen what each rule prevents, four times in what the model says.
 #
 # It runs in about fifteen seconds on two cores and needs nothing but this repository; read chapters 06 and 07 first.
 # The machinery is `qwen/paged.py` and `qwen/engine.py`, two files to read beside this text. Words and symbols are
@@ -219,8 +219,8 @@ print("(b) read with (b) too: when the table grows from 2 to 3 blocks,",
 # %% [markdown]
 # (a) squeezes 17 tokens into fewer slots, so the row loses its own, and some of B's. (b) is the treacherous one:
 # everything has its own slot, and a cache that also *reads* with this formula works, until the table grows and nearly
-# every token is looked for elsewhere. (c) is Python's -1, the last block, whoever has it. `PagedRows` fills up with 0
-# and never reads there.
+# every token is looked for elsewhere. (c) is Python's -1, the last block, whoever has it. The package's `PagedRows`
+# (below) fills tables up with 0 and never reads there.
 #
 # ## Growth
 #
@@ -294,10 +294,12 @@ print("gathered  ", round(gathered.item(), 4), "- equal to contiguous, bit for b
 #
 # ## On the real thing
 #
-# The attention layer of `qwen/attention.py` does not know what a block is. It asks the rows' memory to do three things:
-# `reserve` the call's slots, `append` new keys and give all of them back, `advance` the lengths. `State` (contiguous)
-# and `PagedRows` (some rows of a `PagedCache`) both do; what a call wrote into `PagedRows` becomes the cache's with
-# `commit`. Two users, one prefill, eight decode steps, three ways, and B's blocks lie between A's.
+# The attention layer of `qwen/attention.py` does not know what a block is. It hands new keys and values to the rows'
+# memory (`append`) and gets all of them back; before the layers the model lets that memory `reserve` the call's slots,
+# after them `advance` the lengths. `State` (contiguous) and `PagedRows` (some rows of a `PagedCache`) can do all three;
+# what a call wrote into `PagedRows` becomes the cache's with `commit`.
+#
+# Two users, one prefill, eight decode steps, three ways, and B's blocks lie between A's.
 
 # %%
 prompts = [encode("Why does the Moon shine?"), encode("What is the capital of Spain?")]
@@ -565,11 +567,11 @@ print(f"not computed: {saved} of {total} prompt tokens, {saved / total:.0%}; "
 # end is what one can do without. And a row that frees a block twice takes it from the next owner, so the pool counts
 # and refuses.
 #
-# **Predict:** one row had blocks 0, 1, 2, another 3 and 4, and both have left, in this order. Which four are handed out
-# next?
+# **Predict:** in a pool of 6 blocks, one row had blocks 0, 1, 2, another 3 and 4, and both have left, in this order.
+# Which four are handed out next?
 
 # %%
-gone = []                                               # blocks whose contents are lost
+gone = []                                               # blocks whose contents, if any, are given up
 pool = BlockPool(num_blocks=6, block_size=8, forget=gone.append)
 mine, other = pool.allocate(3), pool.allocate(2)
 gone.clear()                                            # the first owners of a block lose nothing
@@ -580,9 +582,11 @@ try:
     pool.free(mine)
 except ValueError as error:
     print(error)
-print("allocate 4:", pool.allocate(4), "- contents lost:", gone)
+print("allocate 4:", pool.allocate(4), "- given up:", gone)
 
 # %% [markdown]
+# Block 5 goes first, nobody ever had it; then the first row's, its last block in front.
+#
 # Now on the engine. A chat comes back after a pause, and in between another user came, with a short row, or with one
 # that needs the whole pool. Then users A and B in turns, with room for no snapshot, for one, for two.
 #
@@ -626,7 +630,7 @@ for budget in (0, 1, 2):
 questions = {"A": "What is the capital of Spain?", "B": "Is Rome in Spain?",
              "C": "Why does the Moon shine?", "D": "What is 5 times 6?"}
 for blocks in (32, 9):
-    engine = Engine(model, max_num_seqs=4, block_size=8, num_blocks=blocks)
+    engine = Engine(model, max_num_seqs=3, block_size=8, num_blocks=blocks)
     new = engine.generate([Request(encode(q), 40, chat.stop, id=user) for user, q in questions.items()])
     useful, computed = (sum(getattr(r, what) for r in engine.records) for what in ("useful", "computed"))
     print(f"{blocks} blocks: {len(engine.records)} steps, {useful} tokens useful, {computed} computed, "
@@ -638,7 +642,7 @@ for r, event in events:
     if event:
         print(f"  step {r.step:2}: ran {r.rows}, {r.blocks_used} blocks, {event}")
 fig, ax = plt.subplots(figsize=(9.5, 2.8))
-figures.timeline(ax, engine.records, "9 blocks: C is preempted in step 5 and reads all again in step 6")
+figures.timeline(ax, engine.records, "9 blocks: C is preempted and reads all again")
 figures.show(fig, f"A lane for each seat. {'; '.join(f'step {r.step}: {e}' for r, e in events if e)}.")
 try:
     Engine(model, block_size=4, num_blocks=4).add(Request(first[:17], 1, id="17 tokens"))
@@ -648,15 +652,17 @@ except ValueError as error:
 # %% [markdown]
 # C waits at first, since A and B hold 8 of the 9 blocks and its prompt needs 4. In step 5 it has to go: A has 5 blocks,
 # C needs a fifth too, that makes 10, and C is the younger. The 32 tokens that it had run by then are computed twice:
-# its prompt of 30 and two of its new ones. No answer changes.
+# its prompt of 30 and two of its new ones. No answer changes. (Seat 2 is free all the time: it is blocks that are
+# short, not seats.)
 #
 # ## Which block size?
 #
-# Small blocks waste less and share finer. Large ones make shorter tables, and a gather of fewer, longer pieces. Count
-# that on the lengths of the first section and the six requests above, and time the gather of 16,384 tokens whose blocks
-# lie anywhere.
+# Small blocks waste less and, with attention alone, share finer. Large ones make shorter tables, and a gather of fewer,
+# longer pieces. Count that on the lengths of the first section and the six requests above, and time the gather of
+# 16,384 tokens whose blocks lie anywhere.
 #
-# **Predict:** which of the three counts moves most between 1 and 16, and which between 16 and 64?
+# **Predict:** which of the three counts shrinks most, by what factor, between 1 and 16? Which one drops to nothing
+# between 16 and 64?
 
 # %%
 sizes, TINY = (1, 2, 4, 8, 16, 32, 64), hybrid("tiny", model.config, element_bytes=4)
@@ -695,9 +701,11 @@ for n in (1, 16, 64):
     print(f"gather 16,384 tokens, blocks of {n:2}: {1e3 * min(seconds):.1f} ms")
 
 # %% [markdown]
-# These rows are short, so 64 is too much here; on rows of thousands the empty end of the last block does not show, and
-# tables of single slots would. 16 is where most of both is gained, and engines begin there. (The gather's time depends
-# on the machine; compare your own three lines before you believe that large blocks are needed for it.)
+# Up to 16 it is the tables that shrink, to a fourteenth; beyond, it is the reuse that goes, because no two of these
+# prompts have 64 tokens in common. These rows are short, so 64 is too much here; on rows of thousands the empty end of
+# the last block no longer shows, but a table with an entry for every token would. 16 is where most of both is gained,
+# and engines begin there. (The gather's time depends on the machine; compare your own three lines before you believe
+# that large blocks are needed for it.)
 #
 # Did you expect the third curve to fall all the way? In a model of attention alone (dashed) it does. Here the place of
 # the snapshots counts too: *+ Japan + Italy* has 55 tokens in common with *+ Japan*, a prompt of 61. Blocks of 16 put
@@ -705,10 +713,10 @@ for n in (1, 16, 64):
 #
 # ## Capacity with a fixed part
 #
-# A dense model's row costs bytes in proportion to its tokens. A hybrid's row costs a fixed amount, and then less for
-# each token: **affine**, not proportional. The fixed amount is also what a snapshot of it takes. Compare the 0.8B shape
-# with a model of the same weights whose 24 layers all kept keys and values (an invention, to have one difference only),
-# in the memory of an L4, 90 % of it usable.
+# With attention alone a row costs bytes in proportion to its tokens. A hybrid's row costs a fixed amount, and then less
+# for each token: **affine**, not proportional. The fixed amount is also what a snapshot of it takes. Compare the 0.8B
+# shape with a model of the same weights whose 24 layers all kept keys and values (an invention, to have one difference
+# only), in the memory of an L4, 90 % of it usable.
 #
 # **Predict:** 64 times the tokens, a 64th of the rows? For which of the two?
 
