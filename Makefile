@@ -13,7 +13,7 @@ FIRST := $(firstword $(sort $(wildcard notebooks/[0-9]*.ipynb)))
 DRIFT = $(BIN)/pytest -q notebooks $(TEST_ARGS)
 BROWSER := .venv/browser
 COLAB := .venv/colab
-COLAB_HAS := torch==2.11.0 "numpy==2.0.*" "matplotlib==3.10.*" ipywidgets==7.7.1
+COLAB_HAS := torch==2.11.0 "numpy>=2.0,<2.2" "matplotlib==3.10.*" ipywidgets==7.7.1
 CHECK = import sys; found = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
     "$(PYTHON) is Python " + found + ", and 3.11 or newer is needed: set PYTHON=... to a newer one.")
 
