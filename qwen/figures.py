@@ -23,6 +23,7 @@ COLORS = {
     "C": "#009e73",                                         # user C: green
     "D": "#cc79a7",                                         # user D: purple
     "weights": "#f0e442",                                   # shared by all users: yellow
+    "caches": "#c2a878",                                    # keys and values, each of one user alone: tan
     "pad": "#d4d4d4",                                       # a place nobody's token stands in: light grey
     "masked": "#777777",                                    # a score that nobody may read: dark grey
     "plain": CARD,
@@ -327,14 +328,14 @@ def two_per_user():
         "would meet the other user's keys are empty and need not be computed.")
 
 
-def roofline(ax, hardware, points=(), title="", ghost=None, left=None):
+def roofline(ax, hardware, points=(), title="", ghost=None, left=None, right=None):
     """The roof of one machine (`roofline.Hardware`): what it can do at most, over FLOP a byte; both axes logarithmic.
 
     points: (name, FLOP a byte, FLOP/s, meaning) of a mark each; meaning is "predicted" or "measured", and a name that
-    begins with "_" is not written. ghost: (name, peak) of a second, wrong roof; left: where the axis begins.
+    begins with "_" is not written. ghost: (name, peak) of a second, wrong roof; left, right: the axis's ends.
     """
     shown = [x for _, x, _, _ in points] + [hardware.ridge]
-    left, right = left or min(shown) / 3, max(shown) * 8
+    left, right = left or min(shown) / 3, right or max(shown) * 8
     for name, peak, meaning, line in [("roof", hardware.peak, "predicted", "-")] + ([(*ghost, "wrong", ":")] if ghost else []):
         ridge = peak / hardware.bandwidth
         first = left if line == "-" else hardware.ridge     # the wrong roof leaves the right one at its ridge
@@ -349,7 +350,7 @@ def roofline(ax, hardware, points=(), title="", ghost=None, left=None):
     ax.grid(True)
 
 
-REGIONS = {"weights": "weights", "caches": "A", "arithmetic": "plain", "out of memory": "masked"}
+REGIONS = {"weights": "weights", "caches": "caches", "arithmetic": "plain", "out of memory": "masked"}
 
 
 def regions(ax, batches, contexts, kinds, title=""):

@@ -23,7 +23,8 @@ def machine(device="cpu") -> str:
     cpuinfo = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
              if line.startswith("model name")] if cpuinfo.exists() else []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    name, threads = names[0] if names else platform.processor() or platform.machine(), torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def clock(function) -> float:

@@ -36,7 +36,8 @@ figures.setup()
 # read, a shared cache called *L2*, and *HBM* beside the chip, where the model lies. Take one large GPU (H100 SXM;
 # numbers of its data sheet) and a model of 8 billion weights in bf16, 2 bytes each.
 #
-# **Predict:** how many times must SRAM be filled to let every weight through once?
+# **Predict:** 132 compute units have 256 KiB of SRAM each. How many times must it be filled to let every weight through
+# once?
 
 # %%
 levels = {"SRAM": 132 * 256 * 1024, "L2": 50e6, "HBM": 80e9}       # bytes; 132 compute units of 256 KiB
@@ -50,7 +51,7 @@ print(f"SRAM: {levels['SRAM'] / 2 ** 20:.0f} MiB, filled {traffic / levels['SRAM
 figure, ax = plt.subplots(figsize=(8, 2.2))
 sizes = {"SRAM": levels["SRAM"], "L2": levels["L2"], "weights": traffic, "HBM": levels["HBM"]}
 for name, size in sizes.items():
-    meaning = "weights" if name == "weights" else "pad"
+    meaning = "weights" if name == "weights" else "plain"
     ax.barh(name, size / 1e6, color=figures.COLORS[meaning], edgecolor=figures.INK)
     ax.text(size / 1e6, name, f" {size / 1e6:,.0f} MB", va="center")
 ax.set(xscale="log", xlim=(10, 1e6), xlabel="MB, each mark ten times the one before",
@@ -152,8 +153,8 @@ figures.show(*figures.two_ridges())
 # %% [markdown]
 # 1,979 is what the card does with *2:4 sparsity*: two of every four weights are zero and skipped. Data sheets print
 # that number with the note *with sparsity* and leave the halving to you. Language models are dense, so the half
-# counts. Of the right ridge a batch of 128 reaches 43 % and 256 reaches 87 %. Elsewhere you may read "64 or 128
-# requests approach the peak": too early by far.
+# counts. And 3 TB/s is 3.35 rounded down, which alone would move the ridge as well. Of the right ridge a batch of 128
+# reaches 43 % and 256 reaches 87 %. Elsewhere you may read "64 or 128 requests approach the peak": too early by far.
 #
 # Rows of a table, dense, each with the type of number it holds for:
 
@@ -234,12 +235,14 @@ figures.show(figure, f"Predicted tokens a second over the batch, by context: {';
 # Each curve rises with the batch and then bends. The first bends where the arithmetic is full. The others bend where
 # the caches overtake the weights, and that comes earlier, the longer the context.
 #
-# One often reads that the caches move the ridge to smaller batches. The gain of a batch ends earlier, yes. But the
-# caches bring only as many FLOPs a byte as query heads share a key (4 here). So from a few rows on, extra *bytes* lower
-# the intensity, and arithmetic fills up **later**, or never: a cached key is used by the query heads that share it and
-# by nobody else. **Predict:** which intensity does an endless batch reach at 1,000 tokens?
+# One often reads that the caches move the ridge to smaller batches. The gain of a batch ends earlier, yes. But count
+# what a cached key is used for: each of its numbers has 2 bytes, and a query head does a multiplication and an addition
+# with it. That is one FLOP a byte for each query head that shares the key (4 here; values alike), and nobody else uses
+# it. So from a few rows on, extra *bytes* lower the intensity, and arithmetic fills up **later**, or never.
+# **Predict:** which intensity does an endless batch reach at 1,000 tokens?
 
 # %%
+assert LLAMA_3_8B.attention_flops == 4 * layers * heads * head_dim     # key and value, 2 FLOP each
 per_key = LLAMA_3_8B.attention_flops / kv           # FLOP for each byte of the cache
 print(f"attention alone: {per_key:g} FLOP a byte, at any batch")
 for context in (100, 300, 1000, 8000):
@@ -274,6 +277,10 @@ figures.show(figure, f"What takes longest for batches of 1 to 1024, in runs from
 assert kinds[0][-1] == "arithmetic" and kinds[4][0] == "weights" and kinds[-1][-1] == "out of memory"
 
 # %% [markdown]
+# Read it from the bottom left. Weights decide for few users or short contexts, and arithmetic only for
+# many users with very short contexts. Where both are large the caches overtake the weights, and about two doublings
+# later the memory is full: the caches' region is a narrow band.
+#
 # ## The wall
 #
 # Weights and caches have to fit. For Llama-3-8B a row's memory is proportional to its tokens. Qwen3.5-0.8B is a
@@ -385,6 +392,8 @@ for dtype, flops in peaks.items():
 here = Hardware("this machine", "fp32", peaks[torch.float32], speed, 16e9)     # 16 GB: not used below
 
 # %% [markdown]
+# A CPU's ridge is far lower: a few rows fill its arithmetic, where a GPU needs hundreds.
+#
 # In fp32 a weight has 4 bytes, so $N$ rows make $2N / 4$ FLOP a byte: it takes twice as many rows to reach the same
 # ridge. (A CPU without 16-bit arithmetic may be slower in 16 bits than in 32.) Where 16 bits also double the peak, the
 # ridge doubles as well, and both need about the same number of rows, as above.
@@ -418,8 +427,8 @@ _ = gc.collect()
 
 # %% [markdown]
 # The prediction has two ends: memory and arithmetic at the same time (their maximum), or one after the other (their
-# sum). The marks of one matrix should lie near that range; a whole step may take longer, and the column *measured /
-# sum* shows by how much.
+# sum). One matrix should come near that range (a single row may miss it, see below); a whole step may take longer. The
+# column *measured / sum* shows by how much.
 #
 # **A whole decode step.** A model with six layers of the widths of Qwen3.5-0.8B and random weights: it says nothing
 # sensible and costs what a trained one costs. Each row brings its keys and values, and its matrices twice: a step reads
@@ -454,12 +463,13 @@ _ = gc.collect()
 # measurement.
 
 # %% tags=["nbval-ignore-output"]
-figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True, sharey=True)
+seen = [roofline.intensity(cost) for cost in counts + steps] + [here.ridge]
 for ax, name, costs, times, numbers in ((axes[0], "One matrix", counts, matrix_seconds, rows),
                                         (axes[1], "A decode step", steps, step_seconds, batches)):
     marks = [(str(n), roofline.intensity(cost), cost.flops / took, "measured")
              for n, cost, took in zip(numbers, costs, times)]
-    figures.roofline(ax, here, marks, f"{name}, by rows")
+    figures.roofline(ax, here, marks, f"{name}, by rows", left=min(seen) / 3, right=max(seen) * 3)
 axes[1].set_ylabel("")
 share = [took / cost.seconds(here.bandwidth, here.peak)[0] for took, cost in zip(step_seconds, steps)]
 figures.show(figure, f"This machine's roof with its ridge at {here.ridge:.1f} FLOP a byte. "
@@ -467,11 +477,12 @@ figures.show(figure, f"This machine's roof with its ridge at {here.ridge:.1f} FL
                      f"{min(share):.2f} to {max(share):.2f} of its time.")
 
 # %% [markdown]
-# One matrix climbs the slope and turns at the ridge; the decode step bends the same way below it. Two things keep marks
-# below the roof. The kernel for a single row may read more slowly than the one for four. And a decode step has norms,
-# convolutions and Python, which take time that the counts do not have. The quotients differ from machine to machine,
-# and from run to run when others use it; the bytes and FLOPs do not. (`make bench` does this with the whole 0.8B
-# shape.)
+# One matrix climbs the slope and turns at the ridge; the decode step bends the same way below it. Three things keep
+# marks below the roof. Memory and arithmetic do not fully overlap: near the ridge the time is closer to the sum than to
+# the maximum (look at 16 rows). The kernel for a single row may read more slowly than the one for four. And a decode
+# step has norms, convolutions and Python, which take time that the counts do not have. The quotients differ from
+# machine to machine, and from run to run when others use it; the bytes and FLOPs do not. (`make bench` does this with
+# the whole 0.8B shape.)
 #
 # ## Play with it
 #
@@ -624,10 +635,10 @@ _ = check("05.5", users_that_fit)
 # %% [markdown]
 # ## In an interview
 #
-# > A step takes the longer of two times: bytes over bandwidth, and FLOPs over dense peak. With bf16 weights and N rows the
-# > weights give N FLOP a byte, so up to the ridge point (295 on an H100) a larger batch costs almost nothing. The caches
-# > are bytes that nobody shares: at long contexts they end the gain earlier, and the ridge is never reached. The batch is
-# > capped by memory or by the promised time a token, whichever comes first.
+# > A step takes the longer of two times: bytes over bandwidth, and FLOPs over dense peak; with bf16 weights and N rows
+# > the weights give N FLOP a byte, so up to the ridge point (295 on an H100) a larger batch costs almost nothing. The
+# > caches are bytes that nobody shares: at long contexts they end the gain earlier, and the ridge is never reached. The
+# > batch is capped by memory or by the promised time a token, whichever comes first.
 #
 # **In production.** vLLM's `gpu_memory_utilization` says what share of the memory the engine may take (weights,
 # activations and caches), and `max_num_seqs` caps the batch; SGLang's names are `--mem-fraction-static` and
