@@ -9,7 +9,6 @@ import re
 import textwrap
 from html import escape
 from pathlib import Path
-from types import SimpleNamespace
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -459,32 +458,25 @@ def timeline(ax, records, title="", steps=None, colors=None):
     return counts
 
 
-def counted(lengths, number, continuous):
-    """The records that `timeline` draws, for requests that are all there at the start, by counting: {name: its steps}."""
-    waiting, seats, left, records = list(lengths), [None] * number, {}, []
-    while waiting or any(left.get(name) for name in seats):
-        admitted = []
-        for seat, name in enumerate(seats):
-            free = not left.get(name) if continuous else not any(left.get(other) for other in seats if other not in admitted)
-            if free:
-                seats[seat] = waiting.pop(0) if waiting else None
-                admitted += [seats[seat]] * (seats[seat] is not None)
-                left[seats[seat]] = lengths.get(seats[seat], 0)
-        rows = {name: 1 for name in seats if name is not None}
-        ended = {name: "length" for name in rows if left[name] == 1}
-        left.update({name: max(left[name] - 1, 0) for name in rows})
-        records.append(SimpleNamespace(rows=rows, seats=tuple(seats), finished=ended, admitted=tuple(admitted)))
-    return records
-
-
 def two_schedules():
     """The same eight requests under static and under continuous batching: (figure, its alternative text)."""
+    from dataclasses import replace
+
+    from qwen.config import FULL, Config
+    from qwen.engine import Engine, Request, StaticBatcher
+    from qwen.model import Model
+    from qwen.weights import SHIPPED
+
+    config = replace(Config.from_file(SHIPPED), hidden_size=8, num_hidden_layers=1, layer_types=(FULL,))
+    model = Model(config)                                   # what it answers makes no difference
     lengths = {"A": 10, "B": 48, "C": 30, "D": 24, "E": 3, "F": 28, "G": 14, "H": 20}
     figure, axes = plt.subplots(2, 1, figsize=(9, 4), sharex=True)
-    static, continuous = (counted(lengths, 4, kind) for kind in (False, True))
-    words = []
-    for ax, name, records in zip(axes, ("Static", "Continuous"), (static, continuous)):
-        counts = timeline(ax, records, f"{name} batching: {len(records)} steps", len(static), dict(zip("EFGH", "DCBA")))
+    words, steps = [], None
+    for ax, name, batcher in zip(axes, ("Static", "Continuous"), (StaticBatcher(model, 4), Engine(model, 4))):
+        batcher.generate([Request([0], length, id=user) for user, length in lengths.items()])
+        records = batcher.records
+        steps = steps or len(records)
+        counts = timeline(ax, records, f"{name} batching: {len(records)} steps", steps, dict(zip("EFGH", "DCBA")))
         words.append(f"{name} batching takes {len(records)} steps, of {4 * len(records)} seats in steps {counts['riding']} "
                      f"ride along and {counts['empty']} are empty")
     axes[0].set_xlabel("")

@@ -80,17 +80,6 @@ def test_the_engines_own_records():
     assert counts[StaticBatcher]["riding"] == (9 - 3) + (5 - 2) and counts[Engine]["riding"] == 0
 
 
-@pytest.mark.parametrize("continuous, kind", [(False, StaticBatcher), (True, Engine)])
-def test_counted_records_are_the_engines(continuous, kind):
-    model = Model.from_pretrained(find_model(), device="cpu")
-    lengths = {"A": 4, "B": 7, "C": 1, "D": 2, "E": 3}
-    batcher = kind(model, max_num_seqs=2)
-    batcher.generate([Request([5], n, id=name) for name, n in lengths.items()])
-    counted = figures.counted(lengths, 2, continuous)
-    for field in ("rows", "seats", "finished", "admitted"):
-        assert [getattr(r, field) for r in counted] == [getattr(r, field) for r in batcher.records], field
-
-
 @pytest.fixture(scope="module")
 def chapter():
     """The names of the cells that define the slider's function and what it needs; answers of 27 tokens on average."""

@@ -751,8 +751,8 @@ figures.show(fig, f"Rows that fit over tokens a row, {counts}: {per_row}. They c
 #
 # Short rows are what a hybrid is bad at: each brings its matrices, even for ten tokens. An engine therefore has two
 # limits, blocks *and* places for states; here `num_blocks` and `max_num_seqs`. Your own numbers, with 90 % of the
-# memory usable again. The last choice of the block size, 544, is one that a real engine makes; the last line shows
-# where it comes from.
+# memory usable again. The last choice of the block size, 544, is what a real engine's rule gives for this shape; the
+# last line shows where it comes from.
 
 # %%
 def in_words(gigabytes, tokens, block_size):
